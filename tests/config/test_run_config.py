@@ -9,7 +9,7 @@ import yaml
 from tests.config.asking import SHIPPED, leaves, message
 from tpu_grpo.config import AlgorithmSection, RolloutSection, RunConfig, load_config, parse_config
 
-LENGTHS = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=28"]
+LENGTHS = ["data.max_prompt_tokens=28", "rollout.max_new_tokens=100"]
 SIZES = [*LENGTHS, "data.prompts_per_step=6", "algorithm.group_size=5"]
 
 

@@ -25,6 +25,7 @@ from tpu_grpo.learner.output_head import (
     chunk_tokens,
     chunks_needed,
     likeliest_tokens,
+    most_chunk_bytes,
     token_logprobs,
     vocab_axes,
 )
@@ -441,6 +442,18 @@ def test_chunks_end_with_the_group_that_wants_most() -> None:
 )
 def test_chunks_are_as_equal_as_fits(tokens: int, logits_per_token: int, budget: int, chunk: int) -> None:
     assert chunk_tokens(tokens, logits_per_token, budget) == chunk
+
+
+@pytest.mark.parametrize(
+    ("columns", "width", "tokens"),
+    [
+        (151_936, 1024, 1024),  # Qwen3-0.6B on a chip: as many logits as the head has numbers
+        (151_936 // 8, 1024, 3533),  # on eight chips, 256 MiB hold more than that
+        (262_144, 1152, 640),  # Gemma 3 1B on a chip, at the limit of 640 MiB
+    ],
+)
+def test_chunks_of_small_models_are_as_large_as_the_gradient_they_add_to(columns: int, width: int, tokens: int) -> None:
+    assert most_chunk_bytes(columns, width) // (4 * columns) == tokens
 
 
 # --- further tokens, and the likeliest ones ---------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def _sample(options: argparse.Namespace) -> None:
         else:
             records = _records(model, options.data, rows)
         prompts = [speaker.prompt(record) for record in records]
-        print(f"loading {model.name}", file=sys.stderr)
+        print(f"loading {model.name}{model.config.rollout.rounding_text}", file=sys.stderr)
         speaker.start(prompts)
         for turn, prompt in enumerate(prompts):
             if len(prompts) > 1:

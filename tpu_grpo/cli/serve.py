@@ -67,7 +67,8 @@ def _serve(options: argparse.Namespace) -> None:
         speaker.compile_all()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: server.stop())
-        print(f"serving {model.name} at {server.address}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        shown = f"{model.name}{model.config.rollout.rounding_text}"
+        print(f"serving {shown} at {server.address}; Ctrl-C ends it", file=sys.stderr, flush=True)
         server.serve(rows)
 
 

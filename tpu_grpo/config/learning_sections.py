@@ -190,8 +190,10 @@ class AlgorithmSection(Section):
     """Train on completions that were cut at rollout.max_new_tokens (keep), or leave them out of the loss; their rewards
     still count for their group's baseline. The shipped reward overlong penalises them."""
     row_tokens: PositiveInt | None = None
-    """Pack prompts and completions into training rows of this many tokens. The minimum, and the value when unset, is
-    data.max_prompt_tokens + rollout.max_new_tokens."""
+    """Pack prompts and completions into training rows of this many tokens. The minimum is data.max_prompt_tokens +
+    rollout.max_new_tokens. In longer rows, completions of a group share one copy of their prompt where this saves
+    rows. When unset, rows have the minimum, or room for two or more completions that share a prompt, if
+    data.max_prompt_tokens is at least 64 and a third of rollout.max_new_tokens."""
     micro_batch_prompts: PositiveInt | None = None
     """Use as many training rows per forward and backward pass as the groups of this many prompts fill when all their
     completions have the longest length; the gradients of the passes are added. When unset, a pass has an eighth of the

@@ -167,6 +167,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh, top_k: int = 0) 
         chosen=config.algorithm.top_entropy_quantile < 1.0,
         teachers=len(config.teachers),
         top_k=top_k,
+        shares=config.shares_prompts,
     )
 
 
@@ -181,7 +182,7 @@ def _teacher_shape(policy: RowShape, spec: TeacherSpec, mesh: Mesh, frozen: Froz
     tokens = whole_blocks(policy.tokens + most - policy.max_prompt_tokens, _flash_block(frozen.model))
     devices = mesh.shape[DATA_AXIS]
     rows = max(1, policy.micro_batch * policy.tokens // tokens // devices) * devices
-    return RowShape(most, policy.max_new_tokens, tokens, rows, group_size=policy.group_size)
+    return RowShape(most, policy.max_new_tokens, tokens, rows, group_size=policy.group_size, shares=policy.shares)
 
 
 def _pass_rows(rows: int, row_tokens: int, model: nnx.Module, mesh: Mesh) -> int:

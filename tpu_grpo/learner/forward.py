@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from tunix.rl import common
 
 from tpu_grpo.learner.output_head import OutputHead, likeliest_tokens, token_logprobs
+from tpu_grpo.models.families.trainer_attention import sharing_prompts
 
 PerToken = Float[Array, "R S"]
 """A number for each token of packed rows, float32."""
@@ -36,6 +37,8 @@ class ModelRows(NamedTuple):
     """The experts that the engine chose, integers [R, LK, S]; None unless they are replayed, see `with_replay`."""
     kept: Any = None
     """How many of the likeliest tokens each token was drawn from, int32 [R, S]; None for the whole vocabulary."""
+    shared: Any = None
+    """Which prompt tokens other segments attend to, int32 [R, S], see rows.py; None if no prompt is shared."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -83,10 +86,12 @@ def _hidden(
 ) -> tuple[Float[Array, "R S D"], OutputHead, tuple[Any, Any]]:
     """Run the model on rows; return hidden states and head, and each place's target and whether it is wanted."""
     body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
-    arguments = {"positions": rows.positions, "cache": None, "attention_mask": attention_mask(rows.segments)}
+    seen_RSS = attention_mask(rows.segments, rows.shared)
+    arguments = {"positions": rows.positions, "cache": None, "attention_mask": seen_RSS}
     if "segment_ids" in inspect.signature(type(body).__call__).parameters:
         arguments["segment_ids"] = jnp.arange(rows.positions.shape[1]) - rows.positions  # see flash_attention
-    hidden_RSD, _ = body(rows.token_ids, **arguments)
+    with sharing_prompts(rows.segments, rows.shared):
+        hidden_RSD, _ = body(rows.token_ids, **arguments)
     return hidden_RSD.astype(head.weight.dtype), head, (_next(rows.token_ids), _next(rows.mask))
 
 
@@ -113,11 +118,15 @@ kl_divergence = common.compute_kl_divergence
 and the estimator's name (http://joschu.net/blog/kl-approx.html)."""
 
 
-def attention_mask(segments_RS: Int[Array, "R S"]) -> Bool[Array, "R S S"]:
-    """Return whether token i of a row attends to token j: j is not after i, and in the same segment."""
+def attention_mask(segments_RS: Int[Array, "R S"], shared_RS: Int[Array, "R S"] | None = None) -> Bool[Array, "R S S"]:
+    """Return whether token i of a row attends to token j: j is not after i, and in the same segment or in the prompt
+    that i's segment shares, if ``shared_RS`` (see rows.py) says that prompts are shared."""
     tokens = segments_RS.shape[1]
     causal_SS = jnp.tri(tokens, dtype=jnp.bool_)
-    return causal_SS & (segments_RS[:, :, None] == segments_RS[:, None, :])
+    seen_RSS = segments_RS[:, :, None] == segments_RS[:, None, :]
+    if shared_RS is not None:
+        seen_RSS |= (shared_RS[:, :, None] < 0) & (shared_RS[:, :, None] == -shared_RS[:, None, :])
+    return causal_SS & seen_RSS
 
 
 def vocabulary(model: nnx.Module) -> int:

@@ -48,8 +48,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from tpu_grpo.models.thresholds import largest
 
-CHUNK_BYTES = 256 * 2**20
-"""The most bytes that the float32 logits of a chunk take on a device."""
+CHUNK_BYTES, LARGEST_CHUNK_BYTES = 256 * 2**20, 640 * 2**20
+"""The most bytes that the float32 logits of a chunk take on a device: as many as the float32 gradient of the device's
+part of the head, but at least the first and at most the second number. Each chunk of the backward pass adds to this
+gradient, which moves as many bytes as the gradient has, whatever the chunk's size: small models on few devices, whose
+part of the vocabulary is large, would otherwise spend most of the time on it."""
 _LEAST = 1e-37
 """The least sum of probabilities that has a logarithm."""
 _TILE = 16
@@ -79,7 +82,7 @@ def token_logprobs(
     mesh: Mesh | None,
     kept_BT: Int[Array, "B T"] | None = None,
     also_BTM: Int[Array, "B T M"] | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"], Float32[Array, "B T M"] | None]:
     """Compute the log-probability of each wanted target, and the entropy of the distribution from which it is drawn.
 
@@ -96,8 +99,8 @@ def token_logprobs(
         kept_BT: how many of the likeliest tokens each token was drawn from, at least 1 where wanted; None for all V.
         also_BTM: further tokens whose log-probabilities are wanted, not together with ``kept_BT``; None for none.
         mesh: its axes are fsdp, whose size divides B, and tp; None stands for one device.
-        chunk_bytes: the most bytes that the float32 logits of a chunk take on a device. The backward pass also holds
-            their gradient.
+        chunk_bytes: the most bytes that the float32 logits of a chunk take on a device; None chooses, see CHUNK_BYTES.
+            The backward pass also holds their gradient.
 
     Returns:
         Log-probabilities and entropies, in nats; 0 where not wanted. The log-probabilities of ``also_BTM``, or None.
@@ -134,11 +137,12 @@ def likeliest_tokens(
 
 
 def _settings(
-    head: OutputHead, wanted_BT: Bool[Array, "B T"], temperature: float, mesh: Mesh | None, chunk_bytes: int
+    head: OutputHead, wanted_BT: Bool[Array, "B T"], temperature: float, mesh: Mesh | None, chunk_bytes: int | None
 ) -> "_Settings":
     split = HeadSplit.of(head.weight, 0 if head.vocab_first else 1, mesh)
     columns = head.weight.shape[split.vocab_dim] // split.parts
-    chunk = chunk_tokens(wanted_BT.size // split.groups, split.seen_groups * columns, chunk_bytes)
+    most = most_chunk_bytes(columns, head.weight.shape[1 - split.vocab_dim]) if chunk_bytes is None else chunk_bytes
+    chunk = chunk_tokens(wanted_BT.size // split.groups, split.seen_groups * columns, most)
     return _Settings(split, head.soft_cap, temperature, chunk)
 
 
@@ -394,6 +398,12 @@ def vocab_axes(vocabulary: int, mesh: Mesh) -> tuple[str, ...]:
 
 def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def most_chunk_bytes(columns: int, width: int) -> int:
+    """Return the most bytes of a chunk's logits, for a device with ``columns`` tokens of the vocabulary; see
+    CHUNK_BYTES."""
+    return min(max(CHUNK_BYTES, 4 * columns * width), LARGEST_CHUNK_BYTES)
 
 
 def chunk_tokens(tokens: int, logits_per_token: int, chunk_bytes: int) -> int:

@@ -19,10 +19,20 @@ without t:
     branches    Branch(p, 0, 4), Branch(q, 4, 7)
 
 Tokens after a branch's last sampled token are left out, and so are branches without a sampled token.
+
+**Prompts stored once.** Sequences with the same prompt can share a row behind one copy of it (`RowShape.shares`). The
+first of them is stored as above. Each other one begins with the prompt's last token, whose hidden state predicts its
+first token, and attends to the copy of the other prompt tokens. With a prompt p0 p1 p2 and completions c and d:
+
+    token_ids       [p0 p1 p2 c0 c1 | p2 d0 d1 d2 ]
+    segments        [ 1  1  1  1  1 |  2  2  2  2 ]
+    positions       [ 0  1  2  3  4 |  2  3  4  5 ]
+    mask            [ 0  0  0  1  1 |  0  1  1  1 ]
+    shared          [ 1  1  0  0  0 | -1 -1 -1 -1 ]     n > 0: other segments attend to it, those with -n
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -192,14 +202,17 @@ class Packing:
     rows: Int[np.ndarray, " N"]
     """The training row of each sequence."""
     starts: Int[np.ndarray, " N"]
-    """The place of each sequence's first token in its row."""
+    """The place of each sequence's first token in its row. For a sequence whose prompt is stored with another one, it
+    is where that token would be: its tokens after the prompt are at ``start + len(prompt)``, too."""
+    lenders: Int[np.ndarray, " N"]
+    """The index of the sequence that each sequence's prompt is stored with; its own for most."""
     segments: Int[np.ndarray, " N"]
     """The number of each sequence within its row, from 1."""
     count: int
     """The number of training rows, empty ones included."""
 
 
-def pack(sequences: Sequence[Sized], *, row_tokens: int, multiple: int) -> Packing:
+def pack(sequences: Sequence[TrainSequence], *, row_tokens: int, multiple: int, shares: bool = False) -> Packing:
     """Pack sequences, each of at most ``row_tokens`` tokens, into a multiple of ``multiple`` rows with little
     padding.
 
@@ -212,20 +225,70 @@ def pack(sequences: Sequence[Sized], *, row_tokens: int, multiple: int) -> Packi
     packing algorithms") gives the number of rows, which is rounded up to whole micro-batches. `_balanced` then divides
     the work more evenly over these rows. If `_balanced` finds no room for a sequence, as in this example, the rows of
     best-fit decreasing are used.
+
+    With ``shares``, at most 1, 2, 4, ... sequences share a prompt: whatever leads to the fewest micro-batches, which
+    all take the same time, and then to the fewest rows.
     """
-    lengths = [len(one) for one in sequences]
-    assert max(lengths) <= row_tokens, "train_rows refuses longer sequences"
-    tight = _best_fit(lengths, row_tokens)
-    count = -(-(int(tight.max()) + 1) // multiple) * multiple
-    rows = _balanced(lengths, row_tokens, count)
-    rows = tight if rows is None else rows
-    starts, segments = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-    ends, counts = [0] * count, [0] * count
-    for index, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
-        counts[row] += 1
-        starts[index], segments[index] = ends[row], counts[row]
-        ends[row] += length
-    return Packing(sequences, rows, starts, segments, count)
+    assert max(map(len, sequences)) <= row_tokens, "train_rows refuses longer sequences"
+    choices = [[[index] for index in range(len(sequences))]]
+    if shares:
+        alike = _same_prompts(sequences)
+        largest = max(map(len, alike))
+        choices += [_bundles(sequences, alike, row_tokens, 2**n) for n in range(1, (largest - 1).bit_length() + 1)]
+    tight = [_best_fit([_bundle_tokens(sequences, each) for each in bundles], row_tokens) for bundles in choices]
+    counts = [-(-(int(rows.max()) + 1) // multiple) * multiple for rows in tight]
+    best = min(range(len(choices)), key=lambda choice: (counts[choice], int(tight[choice].max()), choice))
+    bundles, count = choices[best], counts[best]
+    bundle_rows = _balanced([_bundle_tokens(sequences, each) for each in bundles], row_tokens, count)
+    bundle_rows = tight[best] if bundle_rows is None else bundle_rows
+    rows, starts, segments, lenders = (np.zeros(len(sequences), np.int64) for _ in range(4))
+    ends, numbers = [0] * count, [0] * count
+    for row, bundle in zip(bundle_rows.tolist(), bundles, strict=True):
+        for place, index in enumerate(bundle):
+            one = sequences[index]
+            stored = len(one.prompt) - 1 if place else 0
+            numbers[row] += 1
+            rows[index], segments[index], lenders[index] = row, numbers[row], bundle[0]
+            starts[index] = ends[row] - stored
+            ends[row] += len(one) - stored
+    return Packing(sequences, rows, starts, lenders, segments, count)
+
+
+def _same_prompts(sequences: Sequence[TrainSequence]) -> list[list[int]]:
+    """Collect the indices of sequences that can share a prompt: it has several tokens, and its experts are the same."""
+    found: dict[Any, list[int]] = {}
+    for index, one in enumerate(sequences):
+        count = len(one.prompt)
+        experts = None if one.experts is None else one.experts[:count].tobytes()
+        found.setdefault((tuple(one.prompt), experts) if count > 1 else index, []).append(index)
+    return list(found.values())
+
+
+def _bundles(
+    sequences: Sequence[TrainSequence], alike: Sequence[Sequence[int]], row_tokens: int, most: int
+) -> list[list[int]]:
+    """Divide sequences with the same prompt into bundles that fit a row, each of at most ``most``, by best fit."""
+    found = list[list[int]]()
+    for indices in alike:
+        own, rooms = list[list[int]](), list[int]()
+        for index in sorted(indices, key=lambda index: (-len(sequences[index]), index)):
+            one = sequences[index]
+            added = len(one) - len(one.prompt) + 1
+            fits = [n for n, room in enumerate(rooms) if room >= added and len(own[n]) < most]
+            if fits:
+                fullest = min(fits, key=lambda n: rooms[n])
+                own[fullest].append(index)
+                rooms[fullest] -= added
+            else:
+                own.append([index])
+                rooms.append(row_tokens - len(one))
+        found += own
+    return found
+
+
+def _bundle_tokens(sequences: Sequence[TrainSequence], bundle: Sequence[int]) -> int:
+    first = sequences[bundle[0]]
+    return len(first) + sum(len(sequences[index]) - len(first.prompt) + 1 for index in bundle[1:])
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
@@ -284,7 +347,7 @@ class ReplayShape:
         The last token of a sequence has no experts: the engine sampled it, but did not run the model on it, because no
         token follows. Raises DataError, with the row, for a sequence without experts, or with experts of another shape.
         """
-        for one, row, start in zip(packing.sequences, packing.rows, packing.starts, strict=True):
+        for index, (one, row, start) in enumerate(zip(packing.sequences, packing.rows, packing.starts, strict=True)):
             expected = (len(one) - 1, self.layers, self.per_token)
             found = None if one.experts is None else one.experts.shape
             beyond = found[0] - expected[0] if found is not None and found[1:] == expected[1:] else -1
@@ -294,7 +357,9 @@ class ReplayShape:
                     f"{list(expected)} (tokens, layers, experts per token), got {found and list(found)}; let the "
                     "engine return them"
                 )
-            table_RLKS[row, :, start : start + expected[0]] = one.experts[: expected[0]].reshape(expected[0], -1).T
+            own = 0 if packing.lenders[index] == index else len(one.prompt) - 1
+            experts = one.experts[own : expected[0]]
+            table_RLKS[row, :, start + own : start + expected[0]] = experts.reshape(len(experts), -1).T
 
 
 @dataclass(frozen=True)
@@ -320,6 +385,8 @@ class RowShape:
     """The number of teachers."""
     top_k: int = 0
     """How many of a teacher's likeliest tokens are compared; 0 if only the sampled token is."""
+    shares: bool = False
+    """Whether sequences with the same prompt may share one copy of it."""
 
     def empty(self, rows: int) -> TrainBatch:
         """Make rows without sequences, in host memory."""
@@ -331,6 +398,7 @@ class RowShape:
             mask=np.zeros(shape, np.bool_),
             experts=self.replay and self.replay.empty(*shape),
             kept=np.zeros(shape, np.int32) if self.filtered else None,
+            shared=np.zeros(shape, np.int32) if self.shares else None,
         )
         return TrainBatch(
             model_rows,
@@ -378,7 +446,7 @@ def train_rows(
     check_sequences(prompts, completions, shape.max_prompt_tokens, shape.max_new_tokens)
     rows = enumerate(zip(prompts, completions, strict=True))
     sequences = [one for row, (prompt, completion) in rows for one in _sequences_of(row, prompt, completion)]
-    packing = pack(sequences, row_tokens=shape.tokens, multiple=shape.micro_batch)
+    packing = pack(sequences, row_tokens=shape.tokens, multiple=shape.micro_batch, shares=shape.shares)
     counts = np.array([completion.sampled_tokens for completion in completions])
     counting = counts if counted is None else counts * counted
     weights = token_weights(counting, aggregation, shape.max_new_tokens, shape.group_size)
@@ -388,12 +456,18 @@ def train_rows(
     }
     packed = replace(shape.empty(packing.count), **logps)
     model_rows = packed.rows
-    for one, row, start, segment in zip(sequences, packing.rows, packing.starts, packing.segments, strict=True):
+    places = (packing.rows, packing.starts, packing.segments, packing.lenders)
+    for index, (one, row, start, segment, lender) in enumerate(zip(sequences, *places, strict=True)):
         first, end, of_row = start + len(one.prompt), start + len(one), advantages[one.row]
-        model_rows.token_ids[row, start:first] = one.prompt
+        own = start if lender == index else first - 1
+        model_rows.token_ids[row, own:first] = one.prompt[own - start :]
         model_rows.token_ids[row, first:end] = one.token_ids
-        model_rows.segments[row, start:end] = segment
-        model_rows.positions[row, start:end] = np.arange(len(one))
+        model_rows.segments[row, own:end] = segment
+        model_rows.positions[row, own:end] = np.arange(own - start, len(one))
+        if lender != index:
+            copied = packing.starts[lender]
+            model_rows.shared[row, copied : copied + len(one.prompt) - 1] = copied + 1
+            model_rows.shared[row, own:end] = -(copied + 1)
         model_rows.mask[row, first:end] = one.mask
         packed.rollout_logps[row, first:end] = one.logprobs
         own = of_row[one.places] if isinstance(of_row, np.ndarray) else of_row

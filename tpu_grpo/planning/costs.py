@@ -312,6 +312,16 @@ class PassSeconds(NamedTuple):
     """Seconds, by cause, of work that overlaps the longest part and so adds nothing to the duration."""
 
 
+def shared_tokens(*, row_tokens: int, prompt: float, completion: float, group: int) -> float:
+    """Return the tokens that a completion and its share of a prompt take in packed rows, if groups share prompts.
+
+    As many completions of mean length as a row has room for share one copy; all but one need one token more.
+    """
+    fit = int((FILL * row_tokens - prompt) // (completion + 1))
+    copies = math.ceil(group / max(1, min(group, fit)))
+    return min(prompt + completion, (copies * prompt + group * (completion + 1)) / group)
+
+
 def filled_passes(sizes: TrainerSizes, *, rows: int, mean_tokens: float) -> int:
     """Return the number of micro-batches for ``rows`` prompts with completions of ``mean_tokens`` tokens, packed."""
     packed = sizes.row_tokens if sizes.is_padded else min(mean_tokens / FILL, sizes.row_tokens)

@@ -514,7 +514,10 @@ class StepWork:
         config, sizes = self.config, self.trainer if teacher is None else teacher.sizes
         rows = config.batch_rows if prompts is None else prompts * config.algorithm.group_size
         prompt = config.data.max_prompt_tokens if teacher is None else teacher.prompt_tokens
-        mean_tokens = prompt + tokens / rows
+        mean_tokens, completion = prompt + tokens / rows, tokens / rows
+        if config.shares_prompts:
+            group, row = config.algorithm.group_size, sizes.row_tokens
+            mean_tokens = costs.shared_tokens(row_tokens=row, prompt=prompt, completion=completion, group=group)
         count = costs.filled_passes(sizes, rows=rows, mean_tokens=mean_tokens)
         one = costs.pass_seconds(
             sizes,
@@ -569,7 +572,7 @@ def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> costs.TrainerSi
         tp=mesh["tp"],
         layers=checkpoint.config.num_hidden_layers,
         token=token,
-        context=row if block is None else row / 2,
+        context=row if block is None else whole_blocks(config.context_tokens, block) / 2,
         row_tokens=copies * row,
         pass_tokens=pass_rows * copies * row,
         gathered_bytes=resident.parameters * gathered,

@@ -15,7 +15,13 @@ from tests.models.forward import trainer_mesh
 from tests.models.random_checkpoint import write_random
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.families import trainer_attention
-from tpu_grpo.models.families.trainer_attention import block_for, flash_attention, flash_block, whole_blocks
+from tpu_grpo.models.families.trainer_attention import (
+    block_for,
+    flash_attention,
+    flash_block,
+    sharing_prompts,
+    whole_blocks,
+)
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import ConfigError
 
@@ -126,34 +132,89 @@ SEQUENCES = (0,) * 150 + (150,) * 130 + (280,) * 60 + tuple(range(340, 384))  # 
 def test_packed_rows_attend_within_their_sequences(
     tp: int, width: int, soft_cap: float | None, window: int | None, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients for queries, keys and values, against attention that was written down in float64."""
     monkeypatch.setattr(trainer_attention, "fuses_backward", lambda *_: fused)
-    draw, tokens, real = np.random.default_rng(0), len(SEQUENCES), 340
-    q, k, v, weights = (draw.normal(size=(1, tokens, heads, width)) for heads in (4, 2, 2, 4))
-    weights[:, real:] = 0.0
+    of, tokens = np.asarray(SEQUENCES), np.arange(len(SEQUENCES))
+    apart = tokens[:, None] - tokens
+    seen = (of[:, None] == of) & (apart >= 0) & (apart < (window or len(of)))
+    where: dict[str, Any] = {"mesh": trainer_mesh(1, tp), "axes": ("fsdp", None, "tp", None), "block": BLOCK}
     settings: dict[str, Any] = {"scale": width**-0.5, "soft_cap": soft_cap}
 
-    def flash(q: Any, k: Any, v: Any) -> Any:
-        where: dict[str, Any] = {"mesh": trainer_mesh(1, tp), "axes": ("fsdp", None, "tp", None), "block": BLOCK}
-        mixed = flash_attention(q, k, v, jnp.asarray([SEQUENCES]), window=window, **where, **settings)
-        return (mixed * weights).sum(), mixed
+    def mixed(q: Any, k: Any, v: Any) -> Any:
+        return flash_attention(q, k, v, jnp.asarray([SEQUENCES]), window=window, **where, **settings)
+
+    assert_attends(mixed, seen, real=340, width=width, **settings)
+
+
+SHARING = [  # tokens, positions, and how the prompt is shared, of each segment of a row of four blocks
+    (150, 0, [1] * 119 + [0] * 31),
+    (231, 119, [-1] * 231),  # from the third block on, the prompt lies before a window of 70
+    (50, 0, [382] * 39 + [0] * 11),
+    (39, 39, [-382] * 39),
+    *[(1, 0, [0])] * 42,  # padding
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("tp", "soft_cap", "window", "fused"),
+    [
+        pytest.param(1, None, None, False, marks=pytest.mark.slow),
+        (2, None, None, True),
+        (1, 2.0, 70, False),
+        pytest.param(1, None, 70, True, marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_attend_to_the_prompt_that_they_share(
+    tp: int, soft_cap: float | None, window: int | None, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_attention, "fuses_backward", lambda *_: fused)
+    counts, shared, real = [count for count, *_ in SHARING], np.concatenate([each for *_, each in SHARING]), 470
+    positions = np.concatenate([first + np.arange(count) for count, first, _ in SHARING])
+    segments, tokens = np.repeat(np.arange(1, len(counts) + 1), counts), np.arange(len(shared))
+    segments[real:] = 0
+    own = (segments[:, None] == segments) & (tokens[:, None] >= tokens) & (segments > 0) | np.eye(
+        len(tokens), dtype=bool
+    )
+    borrowed = (shared[:, None] < 0) & (shared[:, None] == -shared)
+    seen = (own | borrowed) & (positions[:, None] - positions < (window or len(tokens)))
+    where: dict[str, Any] = {"mesh": trainer_mesh(1, tp), "axes": ("fsdp", None, "tp", None), "block": BLOCK}
+    settings: dict[str, Any] = {"scale": 128**-0.5, "soft_cap": soft_cap}
+
+    def mixed(q: Any, k: Any, v: Any) -> Any:
+        with sharing_prompts(jnp.asarray([segments]), jnp.asarray([shared])):
+            return flash_attention(q, k, v, jnp.asarray([tokens - positions]), window=window, **where, **settings)
+
+    assert_attends(mixed, seen, real=real, width=128, **settings)
+
+
+def assert_attends(
+    mixed: Any, seen_TT: np.ndarray, *, real: int, width: int, scale: float, soft_cap: float | None
+) -> None:
+    """Values and gradients for queries, keys and values, against attention that was written down in float64."""
+    draw, tokens = np.random.default_rng(0), len(seen_TT)
+    q, k, v, weights = (draw.normal(size=(1, tokens, heads, width)) for heads in (4, 2, 2, 4))
+    weights[:, real:] = 0.0
+
+    def weighed(function: Any) -> Any:
+        def of(*arrays: Any) -> Any:
+            found = function(*arrays)
+            return (found * weights).sum(), found
+
+        return jax.value_and_grad(of, (0, 1, 2), has_aux=True)
 
     def plain(q: Any, k: Any, v: Any) -> Any:
-        of, index = np.asarray(SEQUENCES), np.arange(tokens)
-        apart = index[:, None] - index
-        seen = (of[:, None] == of) & (apart >= 0) & (apart < (window or tokens))
-        scores = jnp.einsum("bthw,bshw->bhts", q, jnp.repeat(k, 2, 2)) * settings["scale"]
+        scores = jnp.einsum("bthw,bshw->bhts", q, jnp.repeat(k, 2, 2)) * scale
         scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-        mixed = jnp.einsum("bhts,bshw->bthw", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), jnp.repeat(v, 2, 2))
-        return (mixed * weights).sum(), mixed
+        shares = jax.nn.softmax(jnp.where(seen_TT, scores, -jnp.inf))
+        return jnp.einsum("bhts,bshw->bthw", shares, jnp.repeat(v, 2, 2))
 
     with interpreted_flash():
-        (_, mixed), gradients = jax.value_and_grad(flash, (0, 1, 2), has_aux=True)(*map(jnp.float32, (q, k, v)))
+        (_, found), gradients = weighed(mixed)(*map(jnp.float32, (q, k, v)))
     with jax.enable_x64(True):
-        (_, right), right_gradients = jax.value_and_grad(plain, (0, 1, 2), has_aux=True)(*map(jnp.asarray, (q, k, v)))
-    np.testing.assert_allclose(mixed[:, :real], right[:, :real], rtol=0, atol=2e-6)
-    for found, wanted in zip(gradients, right_gradients, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+        (_, right), right_gradients = weighed(plain)(*map(jnp.asarray, (q, k, v)))
+    np.testing.assert_allclose(found[:, :real], right[:, :real], rtol=0, atol=2e-6)
+    for gradient, wanted in zip(gradients, right_gradients, strict=True):
+        np.testing.assert_allclose(gradient, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
 
 
 @pytest.mark.full

@@ -3,15 +3,24 @@
 Flash attention works on square blocks of a multiple of 128 tokens, so rows are padded to whole blocks.
 For every head, dot attention stores the scores of all pairs of tokens. Flash attention stores none. For a block of
 queries, it skips blocks of keys that come later, are in other sequences of the packed row, or lie before the window.
+
+Sequences that share one copy of their prompt (tpu_grpo/learner/rows.py) attend twice: to their own tokens, and to the
+prompt that is stored with another sequence. Splash returns the logsumexp of each query's scores, from which both
+results are merged: with o = sum exp(s) v / l and log l for each, the whole is the sum of o exp(log l - log(l + l')). In
+the backward pass, splash's kernels take the merged result and logsumexp, and so compute the gradient of the whole.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -55,7 +64,49 @@ def whole_blocks(row_tokens: int, block: int | None) -> int:
     return row_tokens if block is None else -(-row_tokens // block) * block
 
 
-# Suffixes: B rows, T tokens of a row, N query heads, K key-value heads, H head width
+JAX_VERSION = "0.10.2"
+"""The version of jax that was reviewed for `_splash_attention_bwd`, which is private. Splash's own backward pass takes
+result and logsumexp of its own call, and not those of two calls that were merged."""
+
+
+def require_reviewed_jax() -> None:
+    """Raise ConfigError if another version of jax is installed than the reviewed one."""
+    if jax.__version__ != JAX_VERSION:
+        raise ConfigError(
+            f"flash attention on shared prompts needs jax {JAX_VERSION}, found {jax.__version__}; install it, or set "
+            "algorithm.row_tokens to data.max_prompt_tokens + rollout.max_new_tokens, so that no prompt is shared"
+        )
+
+
+# Suffixes: B rows, T tokens of a row, N query heads, K key-value heads, H head width, I blocks of queries, J of keys
+
+
+class SharedPrompts(NamedTuple):
+    """How the sequences of packed rows share prompts."""
+
+    starts_BT: Int[Array, "B T"]
+    """The index of the first token of each token's segment."""
+    shared_BT: Int[Array, "B T"]
+    """n > 0 for tokens of a prompt whose copy begins at index n - 1, and -n for tokens of other segments with this
+    prompt."""
+
+
+_shared: ContextVar[SharedPrompts | None] = ContextVar("shared", default=None)
+
+
+@contextmanager
+def sharing_prompts(segments_BT: Int[Array, "B T"], shared_BT: Int[Array, "B T"] | None) -> Iterator[None]:
+    """Let flash attention that is traced inside share prompts; Tunix's layers have no argument for this."""
+    found = None
+    if shared_BT is not None:
+        place_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1]), segments_BT.shape)
+        begins_BT = (segments_BT == 0) | (jnp.diff(segments_BT, axis=1, prepend=-1) != 0)
+        found = SharedPrompts(jax.lax.cummax(jnp.where(begins_BT, place_BT, 0), axis=1), shared_BT)
+    token = _shared.set(found)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
 
 
 def flash_attention(
@@ -99,21 +150,33 @@ def flash_attention(
     heads_first = PartitionSpec(rows, heads, None, None)
     of_kernel = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(heads, None)))
 
+    shared = _shared.get()
+    if shared is not None:
+        require_reviewed_jax()
+    given = () if shared is None else shared
+    attend = _attend_row if shared is None else functools.partial(_attend_sharing_row, window=window)
+
     def attend_shard(kernel: Any, *arrays: Any) -> Any:
-        return jax.lax.map(lambda row: _attend_row(kernel, block, *row), arrays)
+        return jax.lax.map(lambda row: attend(kernel, block, *row), arrays)
 
     attended = jax.shard_map(
         attend_shard,
         mesh=mesh,
-        in_specs=(of_kernel, heads_first, heads_first, heads_first, PartitionSpec(rows, None)),
+        in_specs=(of_kernel, *(heads_first,) * 3, *(PartitionSpec(rows, None),) * (1 + len(given))),
         out_specs=heads_first,
         check_vma=False,
-    )(kernel, *(x.transpose(0, 2, 1, 3) for x in (q_BTNH * scale, k_BTKH, v_BTKH)), sequences_BT)
+    )(kernel, *(x.transpose(0, 2, 1, 3) for x in (q_BTNH * scale, k_BTKH, v_BTKH)), sequences_BT, *given)
     return attended.transpose(0, 2, 1, 3)
 
 
 def _attend_row(kernel: Any, block: int, q_NTH: Any, k_KTH: Any, v_KTH: Any, sequences_T: Any) -> Any:
-    """Run the kernel on a row. Blocks of keys that end before the sequence of a query block's first query are skipped.
+    """Run the kernel on a row."""
+    kernel = _of_sequences(kernel, block, sequences_T)
+    return kernel(q_NTH, k_KTH, v_KTH, segment_ids=splash.SegmentIds(sequences_T, sequences_T))
+
+
+def _of_sequences(kernel: Any, block: int, sequences_T: Any) -> Any:
+    """Let a kernel skip blocks of keys that end before the sequence of a query block's first query.
 
     The kernel's mask tables list, for each query block, the numbers of the key blocks that the mask needs, as
     ``data_next``; with ``lists_queries``, for each key block the numbers of the query blocks. Setting ``block_mask`` to
@@ -129,13 +192,114 @@ def _attend_row(kernel: Any, block: int, q_NTH: Any, k_KTH: Any, v_KTH: Any, seq
         queries, keys = (listed, keys) if lists_queries else (queries, listed)
         return table._replace(block_mask=jnp.where(keys >= first_I[queries], table.block_mask, 0))
 
-    kernel = splash.SplashAttentionKernel(
+    return splash.SplashAttentionKernel(
         skipping(kernel.fwd_mask_info),
         skipping(kernel.dq_mask_info),
         skipping(kernel.dkv_mask_info, lists_queries=True),
         **kernel.kwargs,
     )
-    return kernel(q_NTH, k_KTH, v_KTH, segment_ids=splash.SegmentIds(sequences_T, sequences_T))
+
+
+def _attend_sharing_row(
+    kernel: Any,
+    block: int,
+    q_NTH: Any,
+    k_KTH: Any,
+    v_KTH: Any,
+    sequences_T: Any,
+    starts_T: Any,
+    shared_T: Any,
+    *,
+    window: int | None,
+) -> Any:
+    """Run the kernel on a row whose sequences share prompts; ``sequences_T`` are indices minus positions."""
+    borrows_T, lends_T = jnp.maximum(-shared_T, 0), jnp.maximum(shared_T, 0)
+    place_T = jnp.arange(len(shared_T))
+    # the index that a query would have if its sequence followed the copy of its prompt; keys of the prompt precede it
+    from_copy_T = jnp.where(borrows_T > 0, borrows_T - 1 + place_T - sequences_T, 0)
+    ids = splash.SegmentIds(jnp.where(borrows_T > 0, borrows_T, -1), jnp.where(lends_T > 0, lends_T, -2))
+    of_prompts = _of_prompts(kernel, block, borrows_T, lends_T, from_copy_T, window)
+    of_own = _of_sequences(kernel, block, starts_T)
+    own_ids = splash.SegmentIds(starts_T, starts_T)
+    settings = tuple(tuple(sorted(each.kwargs.items())) for each in (of_own, of_prompts))
+    parts = tuple(
+        (each.fwd_mask_info, each.dq_mask_info, each.dkv_mask_info, of)
+        for each, of in ((of_own, own_ids), (of_prompts, ids))
+    )
+    return _attend_twice(settings, q_NTH, k_KTH, v_KTH, parts, borrows_T > 0)
+
+
+def _of_prompts(kernel: Any, block: int, borrows_T: Any, lends_T: Any, from_copy_T: Any, window: int | None) -> Any:
+    """Make a kernel that lets queries attend to the copies of their prompts; other pairs of blocks are skipped."""
+
+    def lowest(values_T: Any, valid_T: Any) -> Any:
+        return jnp.where(valid_T, values_T, jnp.iinfo(jnp.int32).max).reshape(-1, block).min(1)
+
+    low_I, high_I = lowest(borrows_T, borrows_T > 0)[:, None], borrows_T.reshape(-1, block).max(1)[:, None]
+    low_J, high_J = lowest(lends_T, lends_T > 0), lends_T.reshape(-1, block).max(1)
+    needed_IJ = (low_I <= high_J) & (low_J <= high_I)
+    if window is not None:
+        last_J = jnp.arange(len(low_J)) * block + block - 1
+        needed_IJ &= last_J > lowest(from_copy_T, borrows_T > 0)[:, None] - window
+    queries, keys = jnp.indices(needed_IJ.shape, jnp.int32)
+    sequence = None if window is None else from_copy_T.astype(jnp.int32)
+
+    def table(listed_IJ: Any) -> Any:
+        return mask_info.MaskInfo(
+            data_next=listed_IJ[None],
+            mask_next=None,
+            block_mask=needed_IJ[None].astype(jnp.int32),
+            partial_mask_blocks=None,
+            q_sequence=sequence,
+        )
+
+    kwargs = kernel.kwargs | {"mask_function": None if window is None else _within(window)}
+    of_query_gradients = None if kernel.dq_mask_info is None else table(keys)
+    return splash.SplashAttentionKernel(table(keys), of_query_gradients, table(queries), **kwargs)
+
+
+@functools.cache
+def _within(window: int) -> Callable[[Any, Any], Any]:
+    """Return the mask of a window; the same function for each window, because programs are kept by function."""
+    return lambda query, key: query - key < window
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_twice(settings: Any, q_NTH: Any, k_KTH: Any, v_KTH: Any, parts: Any, borrows_T: Any) -> Any:
+    """Attend to own tokens and, where ``borrows_T``, to a prompt; ``parts`` are each kernel's tables and segments."""
+    return _attend_forward(settings, q_NTH, k_KTH, v_KTH, parts, borrows_T)[0]
+
+
+def _attend_forward(settings: Any, q_NTH: Any, k_KTH: Any, v_KTH: Any, parts: Any, borrows_T: Any) -> Any:
+    found = []
+    for kwargs, (forward, _, _, ids) in zip(settings, parts, strict=True):
+        kernel = splash.SplashAttentionKernel(forward, None, None, **(dict(kwargs) | {"save_residuals": True}))
+        out, (total,) = kernel(q_NTH, k_KTH, v_KTH, segment_ids=ids)
+        found.append((out.astype(jnp.float32), total))
+    (own, own_total_NT), (prompt, prompt_total_NT) = found
+    # a query without keys has neither a result nor a total that may be used; in blocks of such queries they are NaN and
+    # minus infinity, also where queries borrow a prompt that lies before their window
+    has_keys_NT = borrows_T & jnp.isfinite(prompt_total_NT)
+    prompt_total_NT = jnp.where(has_keys_NT, prompt_total_NT, -jnp.inf)
+    total_NT = jnp.logaddexp(own_total_NT, prompt_total_NT)
+    own_share, prompt_share = (jnp.exp(each - total_NT)[..., None] for each in (own_total_NT, prompt_total_NT))
+    out = own * own_share + jnp.where(has_keys_NT[..., None], prompt, 0.0) * prompt_share
+    out = out.astype(q_NTH.dtype)
+    return out, (q_NTH, k_KTH, v_KTH, parts, out, total_NT)
+
+
+def _attend_backward(settings: Any, saved: Any, gradient: Any) -> Any:
+    q_NTH, k_KTH, v_KTH, parts, out, total_NT = saved
+    sums: Any = None
+    for kwargs, (_, of_queries, of_keys, ids) in zip(settings, parts, strict=True):
+        residuals = (q_NTH, k_KTH, v_KTH, ids, None, out, total_NT, of_queries, of_keys)
+        *_, dq, dk, dv, _, _ = splash._splash_attention_bwd(**dict(kwargs), res=residuals, do=gradient)
+        each = tuple(x.astype(jnp.float32) for x in (dq, dk, dv))
+        sums = each if sums is None else tuple(a + b for a, b in zip(sums, each, strict=True))
+    return (*(x.astype(of.dtype) for x, of in zip(sums, (q_NTH, k_KTH, v_KTH), strict=True)), None, None)
+
+
+_attend_twice.defvjp(_attend_forward, _attend_backward)
 
 
 def fuses_backward(device_kind: str, head_width: int) -> bool:
