@@ -28,6 +28,10 @@ from sgl_jax.srt.mem_cache.radix_cache import RadixCache
 
 from tpu_grpo.engine.options import MOST_STEPS, EngineOptions
 
+HELD = 2
+"""How many rows' windows the pool holds for each row that may run at once. One of them is enough to run; the others are
+those of cached prefixes, which requests of a group or the next turns of conversations continue."""
+
 
 class Rows(NamedTuple):
     """Rows of the scheduler's request table."""
@@ -68,13 +72,12 @@ class WindowPages:
     def of(cls, windows: Iterable[int | None], options: EngineOptions) -> "WindowPages | None":
         """Make the map for layers with these windows; None if no layer has one, or if a pool would save no memory.
 
-        A running row needs its window and the tokens of two launches. The pool has as many pages again for cached
-        prefixes, and those of a prefill.
+        A running row needs its window and the tokens of two launches; a prefill needs its tokens besides.
         """
         window, page = max((each for each in windows if each is not None), default=None), options.page_size
         if window is None:
             return None
-        steps, rows = options.steps_per_launch or MOST_STEPS, 2 * options.max_running_requests
+        steps, rows = options.steps_per_launch or MOST_STEPS, HELD * options.max_running_requests
         of_row = -(-(window - 1) // page) + -(-2 * steps // page) + 2
         pages, needed = options.cache_tokens // page, rows * of_row + -(-options.shapes.prefill[-1] // page)
         return cls(window, page, pages=pages, window_pages=needed, rows=rows) if needed < pages else None
