@@ -15,6 +15,7 @@ from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 
 from tests.engine.building import CONTEXT, PROMPTS, assert_alike, build_engine, engine_options, policy, requests, tokens
 from tests.engine.interpreter import interpreted_kernels
+from tests.engine.test_turn_scheduler import assert_that_prefixes_are_kept, converse
 from tests.models import gemma3, gemma4
 from tests.models.random_checkpoint import write_random
 from tpu_grpo.engine import window_pages
@@ -233,7 +234,9 @@ def on_device(
     model: Path, asked: Sequence[Request], window: int = 6, **options: Any
 ) -> tuple[list[Completion], str, list[Completion], Engine]:
     """The completions, the digest of what the scheduler decided, and completions that continue halves of those."""
-    engine = Engine.build(model, engine_mesh(jax.devices()[:1]), engine_options(**(SMALL | options)))
+    engine = Engine.build(
+        model, engine_mesh(jax.devices()[:1]), engine_options(**(SMALL | {"batch_paddings": (2, 4, 8)} | options))
+    )
     with device(engine, window):
         completions = engine.generate(asked)
         digest, halves = engine.digest, [_continued(*pair) for pair in zip(asked, completions, strict=True)]
@@ -266,7 +269,7 @@ OPTIONS = pytest.mark.parametrize(
     ("page", "options"),
     [
         pytest.param(1, {}, marks=pytest.mark.full),
-        (4, {"max_running_requests": 6, "batch_paddings": None}),
+        (4, {"max_running_requests": 6, "batch_paddings": (3, 6)}),
         pytest.param(6, {"steps_per_launch": 1}, marks=pytest.mark.full),  # a window of one page
         pytest.param(4, {"prefix_cache": False}, marks=pytest.mark.full),
         pytest.param(1, {"kv_tokens": 360, "prefill_tokens": 16}, marks=pytest.mark.full),
@@ -324,6 +327,22 @@ def _assert_none_is_lost(engine: Engine) -> None:
     assert len(windows._free) == windows.window_pages < 0.85 * engine.options.cache_tokens / windows.page_size
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_conversation_finds_its_earlier_turns(model: Path, page: int) -> None:
+    """Of 12 conversations 8 run at once, and each turn continues where the one before ended; tokens stay the same."""
+    found = []
+    for patch in (nullcontext(), whole_cache):
+        sizes = SMALL | {"context_tokens": 160, "page_size": page}
+        with patch:
+            engine = Engine.build(model, engine_mesh(jax.devices()[:1]), engine_options(**sizes))
+        with device(engine, 6):
+            completions, conversations = converse(engine)
+        assert_that_prefixes_are_kept(engine, conversations.played)
+        found.append((tokens(completions), engine.use.later_cached, engine.digest))
+    assert found[0] == found[1]
+
+
 # --- whole engines ----------------------------------------------------------------------------------------------------
 
 TWO_KINDS: dict[str, Any] = {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
@@ -379,11 +398,11 @@ def test_the_kernel_reads_the_pool_of_windows(tmp_path: Path, page: int, tensor:
     """Interpreted on a CPU; prompts are prefilled in chunks, and rows end within launches."""
     directory = write_random("gemma2", tmp_path / "model", layers=2, sliding_window=6, head_dim=64)
     trained, found = policy(directory), []
-    asked = requests([PROMPTS[1]], SamplingParams(9, ignore_stop=True), group=2)
-    asked += requests([PROMPTS[2]], SamplingParams(3, ignore_stop=True), step=1)
+    asked = requests([PROMPTS[1][:13]], SamplingParams(6, ignore_stop=True), group=2)
+    asked[1] = replace(asked[1], sampling=SamplingParams(3, ignore_stop=True))
     for attention in ("flash", "flash", "gather"):
         with interpreted_kernels(), whole_cache if found else nullcontext():
-            sizes = {"max_running_requests": 4, "batch_paddings": (4,), "prefill_tokens": 16, "page_size": page}
+            sizes = {"max_running_requests": 2, "batch_paddings": (2,), "prefill_tokens": 8, "page_size": page}
             engine = build_engine(directory, trained, tensor, attention=attention, **(SMALL | sizes))
             assert (engine._runner.windows is None) == bool(found)
             found.append(engine.generate(asked))
