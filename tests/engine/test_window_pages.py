@@ -18,7 +18,6 @@ from tests.engine.interpreter import interpreted_kernels
 from tests.engine.test_turn_scheduler import assert_that_prefixes_are_kept, converse
 from tests.models import gemma3, gemma4
 from tests.models.random_checkpoint import write_random
-from tpu_grpo.engine import window_pages
 from tpu_grpo.engine.decode_loop import LaunchOutput, StepInputs, StepOutput
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.launches import Programs
@@ -100,16 +99,16 @@ def test_a_prefix_is_found_up_to_its_last_whole_window(mapped: str, window: int,
 
 
 def test_the_pool_of_gemma_3_1b_for_64_rows_of_8k() -> None:
-    """A row of 8 + 1 + 2 pages, twice, and a prefill of 2,048 tokens: 17% of the pages."""
+    """8 + 1 + 2 pages for each of 64 rows and 9 prompts, and a prefill of 2,048 tokens: 10% of the pages."""
     options = engine_options(
-        context_tokens=8192, max_running_requests=64, page_size=64, prefill_tokens=2048, steps_per_launch=32
+        context_tokens=8192, max_running_requests=64, page_size=64, prefill_tokens=2048, prefixes=9
     )
     windows = WindowPages.of([512] * 5 + [None], options)
     assert windows is not None
-    assert windows.window_pages == 64 * 2 * (8 + 1 + 2) + 32
+    assert windows.window_pages == (64 + 9) * (8 + 1 + 2) + 32
     assert len(windows.page_of) - 1 == options.cache_tokens // 64 == 64 * 129  # with the scheduler's margin
     assert WindowPages.of([None] * 6, options) is None
-    assert WindowPages.of([512], replace(options, context_tokens=1024)) is None  # it would save nothing
+    assert WindowPages.of([512], replace(options, context_tokens=768)) is None  # it would save nothing
     assert WindowPages.of([2**31 - 1], options) is None
 
 
@@ -308,9 +307,8 @@ def test_every_token_finds_its_window_in_the_smallest_pool(model: Path, page: in
         lost.append(len(mapped_n) - (kept := usable(self, mapped_n)))
         return kept
 
-    patched = mock.patch.object(window_pages, "HELD", 1), mock.patch.object(WindowPages, "_usable", counted)
-    with sometimes_short(page), patched[0], patched[1]:
-        found, _, continued, engine = on_device(model, asked, **options)
+    with sometimes_short(page), mock.patch.object(WindowPages, "_usable", counted):
+        found, _, continued, engine = on_device(model, asked, prefixes=0, **options)
     with sometimes_short(page), whole_cache:
         expected, _, others, _ = on_device(model, asked, **options)
     assert tokens([*found, *continued]) == tokens([*expected, *others])
@@ -389,7 +387,7 @@ def test_tokens_and_logprobs_are_those_of_a_whole_cache(
     for one, another in zip(found, expected, strict=True):
         assert one.token_ids.tolist() == another.token_ids.tolist()
         assert one.logprobs.tobytes() == another.logprobs.tobytes()
-        assert one.experts is None or np.array_equal(one.experts, another.experts)
+        np.testing.assert_equal(one.experts, another.experts)
 
 
 @pytest.mark.slow

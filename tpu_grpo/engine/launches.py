@@ -401,8 +401,9 @@ class Runner(ModelRunner):
         self.windows = windows = WindowPages.of((each.sliding_window_size for each in self.layers), self.options)
 
         def describe(pool: MHATokenToKVPool, layer: RadixAttention) -> jax.ShapeDtypeStruct:
-            whole = windows is None or layer.sliding_window_size is None
-            pages = pool.size // pool.page_size if whole else windows.window_pages
+            pages = pool.size // pool.page_size
+            if windows is not None and layer.sliding_window_size is not None:
+                pages = windows.window_pages
             return self.attention.cache_layer(pool, layer, 1 + pages)  # page 0 is nobody's
 
         with repairs.cache_without_arrays(lambda pool: [describe(pool, layer) for layer in self.layers]):

@@ -448,7 +448,7 @@ class SteppedScheduler(Scheduler):
     def _live_rows(self) -> Rows:
         """Return the rows of all requests that hold slots."""
         reqs = [row.req for row in self.running.values() if row.req.req_pool_idx is not None]
-        places, page = [req.req_pool_idx for req in reqs], self._allocator.page_size
+        places, page = np.array([req.req_pool_idx for req in reqs], np.int32), self._allocator.page_size
         slots = self._request_table.req_to_token[places, : self.runner.options.shapes.context]
         first = np.array([max(0, req.kv_committed_len - 1) for req in reqs])  # it may be computed by the launch to come
         return Rows(slots[:, ::page] // page, first, np.array([req.kv_allocated_len for req in reqs]))

@@ -28,10 +28,6 @@ from sgl_jax.srt.mem_cache.radix_cache import RadixCache
 
 from tpu_grpo.engine.options import MOST_STEPS, EngineOptions
 
-HELD = 2
-"""How many rows' windows the pool holds for each row that may run at once. One of them is enough to run; the others are
-those of cached prefixes, which requests of a group or the next turns of conversations continue."""
-
 
 class Rows(NamedTuple):
     """Rows of the scheduler's request table."""
@@ -72,12 +68,14 @@ class WindowPages:
     def of(cls, windows: Iterable[int | None], options: EngineOptions) -> "WindowPages | None":
         """Make the map for layers with these windows; None if no layer has one, or if a pool would save no memory.
 
-        A running row needs its window and the tokens of two launches; a prefill needs its tokens besides.
+        A running row needs its window and the tokens of two launches, a prefill its tokens. The windows of
+        ``options.prefixes`` cached prefixes have room besides.
         """
         window, page = max((each for each in windows if each is not None), default=None), options.page_size
         if window is None:
             return None
-        steps, rows = options.steps_per_launch or MOST_STEPS, HELD * options.max_running_requests
+        steps, running = options.steps_per_launch or MOST_STEPS, options.max_running_requests
+        rows = running + (running if options.prefixes is None else options.prefixes)
         of_row = -(-(window - 1) // page) + -(-2 * steps // page) + 2
         pages, needed = options.cache_tokens // page, rows * of_row + -(-options.shapes.prefill[-1] // page)
         return cls(window, page, pages=pages, window_pages=needed, rows=rows) if needed < pages else None
@@ -124,10 +122,10 @@ class WindowPages:
             return found
 
         def insert_request(params: InsertParams) -> int:
-            known = insert(params)
-            if known:
-                kept = match(MatchPrefixParams(key=params.key[:known])).device_indices[::page] // page
-                given = params.value[:known:page] // page
+            known, key, value = insert(params), params.key, params.value
+            if known and key is not None and value is not None:
+                slots = match(MatchPrefixParams(key=key[:known])).device_indices
+                kept, given = slots[::page] // page, value[:known:page] // page
                 moves = (self.page_of[kept] == 0) & (self.page_of[given] > 0)
                 kept, given = kept[moves], given[moves]
                 self.page_of[kept], self._used[kept] = self.page_of[given], self._used[given]
