@@ -57,7 +57,7 @@ class Engine:
         """The shape, dtype and sharding of every parameter, by name."""
         self.cache_specs = self._runner.cache_specs
         """The shape, dtype and sharding of every layer's cache."""
-        self.windows = [layer.sliding_window_size for layer in self._runner.layers]
+        self.layer_windows = [layer.sliding_window_size for layer in self._runner.layers]
         """The window of every layer in tokens; None for a layer without one."""
         self.expert_layout = self._programs.expert_layout
         """The layout of the expert indices that the engine returns; None without ``options.return_experts``."""

@@ -338,7 +338,7 @@ class StepWork:
             prompts = len(range(replica.number, sampled, len(run.replicas)))
             rows[replica.hosts[0]].append(prompts * config.algorithm.group_size)
         cached = defaultdict[int | None, float](float)  # by window: the actual bytes per token
-        for window, layer in zip(run.engine.windows, run.engine.cache_specs, strict=True):
+        for window, layer in zip(run.engine.layer_windows, run.engine.cache_specs, strict=True):
             cached[window] += bytes_per_device(layer) / ((layer.shape[0] - 1) * layer.shape[1])  # page 0 is nobody's
         return cls(
             config=config,
