@@ -1,5 +1,7 @@
 """Sizes and settings of an engine: shapes and lengths of launches by hand, and what is refused before it is built."""
 
+from typing import Any
+
 import pytest
 
 from tests.engine.building import engine_options
@@ -89,6 +91,18 @@ def test_flash_on_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="rollout.attention=flash needs a TPU"):
         choose_attention("flash", "cpu")
     assert [choose_attention("auto", platform) for platform in ("cpu", "tpu")] == ["gather", "flash"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "prefixes"),
+    [
+        ({}, 1 + 3),  # prompts of 20 rows in groups of 8
+        ({"environment": {"name": "calculator"}}, None),
+    ],
+)
+def test_prompts_of_started_groups_are_counted(changes: dict[str, Any], prefixes: int | None) -> None:
+    config = parse_config({"rollout": {"max_running_requests": 20}, "algorithm": {"group_size": 8}} | changes)
+    assert EngineOptions.from_config(config, [1], replicas=1, platform="cpu").prefixes == prefixes
 
 
 def test_options_take_it_from_the_config() -> None:

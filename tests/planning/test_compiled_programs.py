@@ -191,6 +191,27 @@ def test_a_cache_in_fp8_compiles_and_is_half_as_large(name: str, tmp_path: Path)
         assert resident_bytes(run).cache == (run.options.cache_tokens + 64) * 2 * 8 * 128 * LAYERS
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["v5e-8", pytest.param("v6e-8", marks=pytest.mark.slow)])
+def test_layers_with_a_window_have_a_pool_of_their_own_in_rows_of_8k(name: str, tmp_path: Path) -> None:
+    """Gemma 3 1B with its first 6 layers, 5 of which have a window of 512 tokens: 8 + 1 + 2 pages of 64 tokens for each
+    of 64 rows and 9 prompts, and 32 pages for a prefill. Without the pool, layers would have the same pages."""
+    rows = "rollout.max_new_tokens=7936", "rollout.max_running_requests=64", "data.prompts_per_step=64"
+    gemma = ("gemma3_1b_v5e_8.yaml", "gemma-3-1b-it")
+    with open_run(name, tmp_path, *rows, shipped=gemma, changes={"num_hidden_layers": 6}) as run:
+        resident, programs = (
+            resident_bytes(run),
+            {found.split()[0]: lower for found, _, lower in programs_to_lower(run)},
+        )
+        assert resident.cache == (5 * ((64 + 9) * 11 + 32 + 1) + (64 * 129 + 1)) * 64 * 2 * 256 * 2
+        for program in ("decode", "prefill"):
+            found = compiled_figures(programs[program](), FAST_COMPILE_OPTIONS)
+            weights = resident.sampler + resident.shared
+            assert found["argument_bytes"] == pytest.approx(weights + resident.cache, rel=0.02)
+            assert found["kernels"] == 6
+            assert found["fits"]
+
+
 def test_a_cache_in_fp8_is_refused_where_the_kernel_cannot_read_it(tmp_path: Path) -> None:
     refused = pytest.raises(ConfigError, match="needs a TPU from v5 on, got TPU v4")
     with open_run("v4-8", tmp_path, "rollout.kv_dtype=fp8") as run, refused:

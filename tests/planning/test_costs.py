@@ -119,6 +119,14 @@ def test_a_decode_step_reads_weights_but_no_embedding_and_adds_up_its_causes() -
     )
 
 
+def test_a_layer_with_a_window_reads_no_more_than_the_window_and_half_a_block() -> None:
+    sizes = replace(engine("Qwen3-0.6B", 2), cache_bytes=300.0, windows={512: 700.0})
+    assert sizes.cached_bytes(4, 4 * 1000) == 4 * 1000 * (300 + 700)
+    assert sizes.cached_bytes(4, 4 * 8000) == 4 * (8000 * 300 + (512 + 1024) * 700)
+    seconds = decode_step(sizes, V6E, rows=4, cached_tokens=32_000)["cache"]
+    assert seconds == pytest.approx(4 * (2_400_000 + 1_075_200) / V6E.rates.cache_bytes_per_second)
+
+
 def test_a_step_of_many_tokens_takes_as_long_as_its_products() -> None:
     sizes = engine("Qwen3-0.6B", 1, split=False)
     found = prefill_step(sizes, V6E, 2048, 100)

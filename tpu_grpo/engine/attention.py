@@ -15,7 +15,7 @@ result.
 
 NaN and infinite values become NaN in 8 bits.
 
-Suffixes: b rows of the batch, B rows (padded), L context, D head width.
+Suffixes: b rows of the batch, B rows (padded), L context, N pages of a row, D head width.
 """
 
 from abc import ABC, abstractmethod
@@ -34,6 +34,9 @@ from tpu_grpo.engine.options import KVDtype
 
 Columns = Mapping[str, np.ndarray]
 """The padded per-row and per-token arrays of a prefill step, by their names in StepInputs."""
+
+Windows = Int[np.ndarray, "b N"]
+"""The pages of each row in layers with a window, if these have a pool of their own (window_pages.py)."""
 
 
 def padded(
@@ -56,19 +59,24 @@ class AttentionMode(ABC):
         self._runner = runner
 
     @abstractmethod
-    def cache_layer(self, pool: MHATokenToKVPool, layer: RadixAttention) -> jax.ShapeDtypeStruct:
-        """Describe the shape, dtype and sharding of one layer of the KV cache; layers may have different heads.
+    def cache_layer(self, pool: MHATokenToKVPool, layer: RadixAttention, pages: int) -> jax.ShapeDtypeStruct:
+        """Describe the shape, dtype and sharding of one layer of the KV cache, which has so many pages; layers may
+        have different heads.
 
         Raises:
             ConfigError: if an fp8 cache is configured that the devices cannot read, or that would save no memory.
         """
 
     @abstractmethod
-    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> Any:
+    def prefill_metadata(
+        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], windows_bN: Windows | None = None
+    ) -> Any:
         """Build the backend's metadata for a prefill step."""
 
     @abstractmethod
-    def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
+    def launch_metadata(
+        self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"], windows_bN: Windows | None = None
+    ) -> Any:
         """Build the metadata of a launch of decode steps, after which row b has at most ``ends_B[b]`` tokens."""
 
     @abstractmethod

@@ -57,6 +57,8 @@ class Engine:
         """The shape, dtype and sharding of every parameter, by name."""
         self.cache_specs = self._runner.cache_specs
         """The shape, dtype and sharding of every layer's cache."""
+        self.layer_windows = [layer.sliding_window_size for layer in self._runner.layers]
+        """The window of every layer in tokens; None for a layer without one."""
         self.expert_layout = self._programs.expert_layout
         """The layout of the expert indices that the engine returns; None without ``options.return_experts``."""
         self.steps_per_launch = self._programs.steps
@@ -188,7 +190,10 @@ class Engine:
 
     def limits(self, requests: Sequence[Request], expected: Sequence[int], places: int | None = None) -> Limits:
         """Return the limits of conversations that begin with these requests; see `Limits` for ``places``."""
-        return Limits(self.options.tool_steps, places, rows_kept(requests, expected, self.options), self._check)
+        kept, windows = rows_kept(requests, expected, self.options), self._runner.windows
+        return Limits(
+            self.options.tool_steps, places, kept if windows is None else min(kept, windows.rows), self._check
+        )
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise RequestError if the engine can never serve one of these requests."""

@@ -35,7 +35,7 @@ from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 
-from tpu_grpo.engine.attention import FP8, AttentionMode, Columns, encode, padded
+from tpu_grpo.engine.attention import FP8, AttentionMode, Columns, Windows, encode, padded
 from tpu_grpo.engine.repairs import attention_of
 from tpu_grpo.records.errors import ConfigError
 
@@ -71,7 +71,7 @@ class FlashMode(AttentionMode):
     """sglang-jax's Pallas kernel, which runs on TPUs only. It writes new keys and values at the end of each row."""
 
     @override
-    def cache_layer(self, pool: MHATokenToKVPool, layer: RadixAttention) -> jax.ShapeDtypeStruct:
+    def cache_layer(self, pool: MHATokenToKVPool, layer: RadixAttention, pages: int) -> jax.ShapeDtypeStruct:
         """Describe a layer as the library does.
 
         It pads the width of heads to a multiple of 128, and the number of heads to fill 32-bit words.
@@ -80,27 +80,30 @@ class FlashMode(AttentionMode):
         if pool.dtype == FP8:
             device = pool.mesh.devices.flat[0]
             check_fp8(layer.kv_head_num // tensor, jnp.dtype(self._runner.dtype), device.device_kind)
-        pages = (pool.size + pool.page_size) // pool.page_size
         words, width = tensor * -(-2 * layer.kv_head_num // tensor // packing), -(-layer.head_dim // LANES) * LANES
         shape = (pages, pool.page_size, words, packing, width)
         sharding = NamedSharding(pool.mesh, P("data", None, "tensor", None, None))
         return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
 
     @override
-    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> FlashAttentionMetadata:
+    def prefill_metadata(
+        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], windows_bN: Windows | None = None
+    ) -> FlashAttentionMetadata:
         """Compute the library's metadata on the host; it is transferred to the devices with the step's other inputs."""
         rows = int(np.sum(columns["seq_lens"] > 0))
-        return self._metadata(columns["seq_lens"], columns["extend_lens"], slots_bL, (0, rows, rows))
+        return self._metadata(columns["seq_lens"], columns["extend_lens"], slots_bL, windows_bN, (0, rows, rows))
 
     @override
-    def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
+    def launch_metadata(
+        self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"], windows_bN: Windows | None = None
+    ) -> Any:
         """Compute the library's metadata for the rows' greatest possible lengths. Pages stay the same during a launch.
 
         Padding rows between other rows get page 0, which no request owns; ``at_step`` gives page 0 to ended rows.
         """
         rows = int(np.max(np.nonzero(ends_B)[0], initial=-1)) + 1
         ends_B = np.where((np.arange(len(ends_B)) < rows) & (ends_B == 0), 1, ends_B).astype(np.int32)
-        return self._metadata(ends_B, np.ones_like(ends_B), slots_bL, (rows, rows, rows))
+        return self._metadata(ends_B, np.ones_like(ends_B), slots_bL, windows_bN, (rows, rows, rows))
 
     @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> FlashAttentionMetadata:
@@ -111,15 +114,18 @@ class FlashMode(AttentionMode):
         rows_B = jnp.arange(len(seq_lens_B))
         ended_B = (rows_B < metadata.distribution[0]) & (seq_lens_B == 0)
         first_B, nowhere = metadata.cu_kv_lens[:-1] // self._runner.page_size, metadata.page_indices.size
-        pages = metadata.page_indices.at[jnp.where(ended_B, first_B, nowhere)].set(0, mode="drop")
+        first_B = jnp.where(ended_B, first_B, nowhere)
+        tables = metadata.page_indices, metadata.swa_page_indices
+        pages, windows = jax.tree.map(lambda table: table.at[first_B].set(0, mode="drop"), tables)
         lengths = jnp.where(ended_B, 1, seq_lens_B)
-        return replace(metadata, page_indices=pages, seq_lens=lengths)
+        return replace(metadata, page_indices=pages, swa_page_indices=windows, seq_lens=lengths)
 
     def _metadata(
         self,
         seq_lens_B: Int[np.ndarray, " B"],
         new_B: Int[np.ndarray, " B"],
         slots_bL: Int[np.ndarray, "b L"],
+        windows_bN: Windows | None,
         ends: tuple[int, int, int],
     ) -> FlashAttentionMetadata:
         """Build the library's metadata; ``ends`` are the row indices at which decode, prefill and mixed rows end.
@@ -130,10 +136,12 @@ class FlashMode(AttentionMode):
         pages_B = -(-seq_lens_B // page)
         table_bN = slots_bL[:, ::page] // page
         taken_bN = np.arange(table_bN.shape[1]) < pages_B[: len(table_bN), None]
+        places = len(seq_lens_B) * table_bN.shape[1]
         arrays: dict[str, Any] = {
             "cu_q_lens": _starts(new_B),
             "cu_kv_lens": _starts(pages_B * page),
-            "page_indices": padded(table_bN[taken_bN], len(seq_lens_B) * table_bN.shape[1]),
+            "page_indices": padded(table_bN[taken_bN], places),
+            "swa_page_indices": None if windows_bN is None else padded(windows_bN[taken_bN], places),
             "seq_lens": seq_lens_B,
             "distribution": np.array(ends, np.int32),
         }
@@ -180,6 +188,7 @@ class BlockedFlashAttention(FlashAttention):
         k, v = (encode(new, cache.dtype) for new in (k, v))
         by_head, cached, by_row = P("data", "tensor", None), P("data", None, "tensor", None, None), P("data")
         tensor, given_metadata = self.mesh.shape["tensor"], self.forward_metadata
+        windows = given_metadata.swa_page_indices
         # page_indices has as many places for each row, see FlashMode._metadata
         blocks = choose_blocks(
             self.mesh.devices.flat[0].device_kind,
@@ -202,7 +211,7 @@ class BlockedFlashAttention(FlashAttention):
         )
         kernel_metadata = (
             given_metadata.seq_lens,
-            given_metadata.page_indices,
+            given_metadata.page_indices if windows is None or layer.sliding_window_size is None else windows,
             given_metadata.cu_q_lens,
             given_metadata.cu_kv_lens,
             given_metadata.distribution,

@@ -25,7 +25,7 @@ from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from tpu_grpo.engine.attention import AttentionMode, Columns, bits_of, decode, encode, padded
+from tpu_grpo.engine.attention import AttentionMode, Columns, Windows, bits_of, decode, encode, padded
 from tpu_grpo.engine.sampling import AnyArray
 
 QUERY_BLOCK = 16
@@ -51,32 +51,50 @@ class GatherMetadata(NamedTuple):
     """The index of each query of the block among the T new tokens."""
     token_slot: Int[AnyArray, " T"]
     """The index of each new token among the flattened queries of all blocks."""
+    windows_BN: Int[AnyArray, "B N"] | None = None
+    """The pages in layers with a window, if these have a pool of their own."""
+
+    def in_windows(self, slots_T: Int[Array, " T"], places_T: Int[Array, " T"], page: int) -> tuple[Any, Any]:
+        """Return this metadata and the slots of the new tokens for a layer of the windows' pool.
+
+        ``places_T`` are the tokens' positions in their rows.
+        """
+        decodes = not len(self.block_row)
+        row_T = jnp.arange(len(slots_T)) if decodes else self.block_row[self.token_slot // QUERY_BLOCK]
+        pages: Any = self.windows_BN
+        slots = jnp.where(slots_T < 0, -1, pages[row_T, places_T // page] * page + places_T % page)
+        return self._replace(pages_BN=pages), slots
 
 
 class GatherMode(AttentionMode):
     """Our attention: each row gathers its own pages. It runs on any device with any page size."""
 
     @override
-    def cache_layer(self, pool: MHATokenToKVPool, layer: RadixAttention) -> jax.ShapeDtypeStruct:
+    def cache_layer(self, pool: MHATokenToKVPool, layer: RadixAttention, pages: int) -> jax.ShapeDtypeStruct:
         """Describe a layer [pages, page, K, 2, D]: keys and values alternate, and heads have the model's width.
 
         The library would pad the width of heads to a multiple of 128.
         """
-        pages = (pool.size + pool.page_size) // pool.page_size
         shape = (pages, pool.page_size, layer.kv_head_num, 2, layer.head_dim)
         sharding = NamedSharding(pool.mesh, CACHE_PARTITION)
         return jax.ShapeDtypeStruct(shape, bits_of(jnp.dtype(pool.dtype)), sharding=sharding)
 
     @override
-    def prefill_metadata(self, columns: Columns, slots_bL: Int[np.ndarray, "b L"]) -> GatherMetadata:
-        pages = self._pages(slots_bL, len(columns["seq_lens"]))
-        return block_metadata(pages, columns["extend_lens"], len(columns["input_ids"]))
+    def prefill_metadata(
+        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], windows_bN: Windows | None = None
+    ) -> GatherMetadata:
+        rows = len(columns["seq_lens"])
+        blocks = block_metadata(self._pages(slots_bL, rows), columns["extend_lens"], len(columns["input_ids"]))
+        return blocks._replace(windows_BN=None if windows_bN is None else padded(windows_bN, rows))
 
     @override
-    def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> GatherMetadata:
+    def launch_metadata(
+        self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"], windows_bN: Windows | None = None
+    ) -> GatherMetadata:
         """List the pages of each row. There are no blocks, because each row has one query per step."""
         pages, none = self._pages(slots_bL, len(ends_B)), np.zeros(0, np.int32)
-        return GatherMetadata(pages, none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none)
+        windows = None if windows_bN is None else padded(windows_bN, len(ends_B))
+        return GatherMetadata(pages, none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none, windows)
 
     @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> GatherMetadata:
@@ -155,6 +173,10 @@ class GatherAttention:
         decodes = forward_batch.forward_mode == ForwardMode.DECODE
         lengths = forward_batch.seq_lens if decodes else forward_batch.extend_prefix_lens
         scoring = Scoring(layer.scaling, layer.sliding_window_size, layer.logit_cap)
+        paged = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
+        metadata, slots = self.metadata, forward_batch.out_cache_loc
+        if metadata.windows_BN is not None and scoring.window is not None:
+            metadata, slots = metadata.in_windows(slots, forward_batch.positions, paged.shape[1])
 
         def attend_own_heads(q, k, v, paged, slots, lengths, metadata):
             paged = write_cache(paged, slots, k, v)
@@ -170,9 +192,8 @@ class GatherAttention:
         attend_sharded = jax.shard_map(
             attend_own_heads, in_specs=specs, out_specs=(P("data", "tensor"), CACHE_PARTITION), check_vma=False
         )
-        paged = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
         q, k, v = (jax.sharding.reshard(x, heads) for x in (q, k, v))  # a single head arrives split by width
-        return attend_sharded(q, k, v, paged, forward_batch.out_cache_loc, lengths, self.metadata)
+        return attend_sharded(q, k, v, paged, slots, lengths, metadata)
 
 
 def write_cache(

@@ -38,7 +38,7 @@ from sgl_jax.srt.model_loader.loader import get_model_architecture
 
 from tpu_grpo.config.plugins import Shipped
 from tpu_grpo.engine import repairs
-from tpu_grpo.engine.attention import AttentionMode, cache_dtype, padded
+from tpu_grpo.engine.attention import AttentionMode, Windows, cache_dtype, padded
 from tpu_grpo.engine.decode_loop import (
     LaunchInputs,
     LaunchOutput,
@@ -52,6 +52,7 @@ from tpu_grpo.engine.experts import ExpertLayout, Experts
 from tpu_grpo.engine.options import EngineOptions, Shapes, choose_steps, pad_to, splits_vocabulary
 from tpu_grpo.engine.reservation import Reservation
 from tpu_grpo.engine.sampling import VOCABULARY_LEAVES, AnyArray, SamplingColumns, WholeVocabularyLogits, sample_rows
+from tpu_grpo.engine.window_pages import Rows, WindowPages
 from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.models.families.rope import Scaling
@@ -72,7 +73,7 @@ class Programs:
         platform = self._mesh.devices.flat[0].platform
         self.steps = self._options.steps_per_launch or choose_steps(weight_bytes, platform)
         """The most decode steps of a launch."""
-        self.inputs = InputBuilder(self._options.shapes, runner.attention, self.steps)
+        self.inputs = InputBuilder(self._options.shapes, runner.attention, self.steps, runner.windows)
         eos: set[int] = config.hf_eos_token_id or set()
         self._stop_token_ids = self._options.stop_token_ids | eos  # the library stops at eos, too
 
@@ -187,10 +188,13 @@ ATTENTION: Mapping[str, type[AttentionMode]] = Shipped(
 class InputBuilder:
     """Pads batches to the engine's shapes, and holds the sampling settings of each running request."""
 
-    def __init__(self, shapes: Shapes, attention: AttentionMode, steps_per_launch: int):
+    def __init__(
+        self, shapes: Shapes, attention: AttentionMode, steps_per_launch: int, windows: WindowPages | None = None
+    ):
         self._shapes = shapes
         self._attention = attention
         self._steps = steps_per_launch
+        self._windows = windows
         rows = shapes.max_rows + 2  # the last, beyond the library's request table, is for padding: greedy, no filter
         self._stops = np.zeros(rows, np.bool_)
         self._likeliest = np.zeros(rows, np.bool_)
@@ -226,7 +230,9 @@ class InputBuilder:
             "prefix_lens": padded(batch.prefix_lens, rows),
             "extend_lens": padded(batch.extend_lens, rows),
         }
-        metadata = self._attention.prefill_metadata(columns, self._slots(batch))
+        slots = self._slots(batch)
+        windows = self._window_pages(batch, slots, np.asarray(batch.prefix_lens), np.asarray(batch.seq_lens))
+        metadata = self._attention.prefill_metadata(columns, slots, windows)
         sampling = self._sampling(padded(batch.req_pool_indices, rows, fill=rows + 1))
         sampling = sampling._replace(position=columns["seq_lens"])
         return StepInputs(**columns, attention=metadata, sampling=sampling)
@@ -249,16 +255,19 @@ class InputBuilder:
             slots=slots,
         )
         filled = self._slots(batch)
+        # with ``before``, a row may still have to begin where the launch before begins
+        windows = self._window_pages(batch, filled, np.asarray(batch.seq_lens) - 1, reservation.ends)
         if follows:  # else rows have no gaps between them, and need no copy
             filled = padded(filled, rows, at=places)
-        metadata = self._attention.launch_metadata(filled, padded(reservation.ends, rows, at=places))
+            windows = None if windows is None else padded(windows, rows, at=places)
+        metadata = self._attention.launch_metadata(filled, padded(reservation.ends, rows, at=places), windows)
         control = np.array([reservation.steps, reservation.left, follows], np.int32)
         last = np.zeros((2, rows), np.int32) if before is None else before
         return LaunchInputs(pack_rows(columns), control, metadata, last, columns.sampling.likeliest)
 
     def padding(self, mode: ForwardMode, size: int) -> StepInputs | LaunchInputs:
         """Build inputs of one shape that are padding only, for compiling."""
-        names = ("input_ids", "out_cache_loc", "seq_lens", "prefix_lens", "extend_lens", "req_pool_indices")
+        names = ("reqs", "input_ids", "out_cache_loc", "seq_lens", "prefix_lens", "extend_lens", "req_pool_indices")
         table = SimpleNamespace(req_to_token=np.zeros((0, self._shapes.context), np.int32))
         batch: Any = SimpleNamespace(req_to_token_pool=table, **dict.fromkeys(names, NOTHING))
         if mode == ForwardMode.EXTEND:
@@ -268,6 +277,19 @@ class InputBuilder:
 
     def _slots(self, batch: ScheduleBatch) -> Int[np.ndarray, "b L"]:
         return batch.req_to_token_pool.req_to_token[batch.req_pool_indices, : self._shapes.context]
+
+    def _window_pages(
+        self,
+        batch: ScheduleBatch,
+        slots_bL: Int[np.ndarray, "b L"],
+        first_b: Int[np.ndarray, " b"],
+        ends_b: Int[np.ndarray, " b"],
+    ) -> Windows | None:
+        """Take the pages that a launch needs in layers with a window; None if these have no pool of their own."""
+        if self._windows is None:
+            return None
+        page, own = self._windows.page_size, [req.cache_protected_len for req in batch.reqs]
+        return self._windows.take(Rows(slots_bL[:, ::page] // page, first_b, ends_b), np.array(own, np.int32))
 
     def _sampling(self, table_rows_B: Int[np.ndarray, " B"]) -> SamplingColumns:
         asked = () if self._likeliest[table_rows_B].any() else None
@@ -323,6 +345,8 @@ class Runner(ModelRunner):
     """The attention of each layer, which says how many heads it caches, and how wide."""
     cache_specs: list[jax.ShapeDtypeStruct]
     token_to_kv_pool: MHATokenToKVPool
+    windows: WindowPages | None
+    """The pages of layers with a window; None if these keep all tokens."""
 
     def __init__(self, options: EngineOptions, **library_arguments: Any):
         """Build the runner; ``library_arguments`` are those of ModelRunner's constructor."""
@@ -374,7 +398,15 @@ class Runner(ModelRunner):
     @override
     def init_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Describe the cache; ``install_weights`` allocates it."""
-        with repairs.cache_without_arrays(lambda pool: [self.attention.cache_layer(pool, of) for of in self.layers]):
+        self.windows = windows = WindowPages.of((each.sliding_window_size for each in self.layers), self.options)
+
+        def describe(pool: MHATokenToKVPool, layer: RadixAttention) -> jax.ShapeDtypeStruct:
+            pages = pool.size // pool.page_size
+            if windows is not None and layer.sliding_window_size is not None:
+                pages = windows.window_pages
+            return self.attention.cache_layer(pool, layer, 1 + pages)  # page 0 is nobody's
+
+        with repairs.cache_without_arrays(lambda pool: [describe(pool, layer) for layer in self.layers]):
             super().init_memory_pool(*args, **kwargs)
         self.cache_specs = self.token_to_kv_pool.kv_buffer
 

@@ -77,6 +77,9 @@ class EngineOptions:
     tool_steps: int = 16
     """Decode steps from a turn's end to the row's next turn, while its environment works; with 0, the next turn
     starts once the environment has answered. See turns.py."""
+    prefixes: int | None = None
+    """How many cached prefixes are continued at about the same time, in addition to those of running rows: prompts of
+    started groups, or conversations whose environments work. None: as many as rows. See window_pages.py."""
 
     @classmethod
     def from_config(
@@ -86,12 +89,13 @@ class EngineOptions:
         rollout = config.rollout
         prompts = config.open_groups or config.data.prompts_per_round
         rows = -(-prompts // replicas) * config.algorithm.group_size
+        running = min(rollout.max_running_requests, rows)
         options = cls(
             context_tokens=config.context_tokens,
             stop_token_ids=frozenset(stop_token_ids),
             dtype=config.model.dtype,
             attention=choose_attention(rollout.attention, platform),
-            max_running_requests=min(rollout.max_running_requests, rows),
+            max_running_requests=running,
             kv_tokens=rollout.kv_tokens,
             page_size=rollout.page_size,
             prefill_tokens=rollout.prefill_tokens,
@@ -103,6 +107,7 @@ class EngineOptions:
             weights_dtype=rollout.weights_dtype,
             filtered=config.algorithm.filtered_ratio,
             tool_steps=config.environment.tool_steps,
+            prefixes=None if config.environment.name else 1 + -(-running // config.algorithm.group_size),
         )
         if (slots := max(options.cache_tokens, options.max_running_requests * options.shapes.context)) > MOST_SLOTS:
             what = "rollout.kv_tokens, or rollout.max_running_requests x context in pages of rollout.page_size,"

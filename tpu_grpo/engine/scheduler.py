@@ -19,12 +19,14 @@ import jax
 import numpy as np
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
+from jaxtyping import Int
 from sgl_jax.srt.managers.communication import CommunicationBackend
 from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
 from sgl_jax.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sgl_jax.srt.managers.scheduler import GenerationBatchResult, Scheduler
 from sgl_jax.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sgl_jax.srt.mem_cache.memory_pool import ReqToTokenPool
+from sgl_jax.srt.mem_cache.radix_cache import RadixCache
 from sgl_jax.srt.sampling.sampling_params import SamplingParams as LibrarySamplingParams
 from sgl_jax.srt.server_args import PortArgs, ServerArgs
 
@@ -42,6 +44,7 @@ from tpu_grpo.engine.reservation import (
     reserve,
     reserve_ahead,
 )
+from tpu_grpo.engine.window_pages import Rows
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request
 
@@ -201,6 +204,10 @@ class SteppedScheduler(Scheduler):
         self._request_table, self._allocator = worker.get_memory_pool()  # the slots of each request, and the free slots
         layout, slots = self.programs.expert_layout, self._allocator.size + self._allocator.page_size
         self._experts = None if layout is None else ExpertTable(layout, slots)
+        if (windows := self.runner.windows) is not None:
+            windows.live, windows.unowned = self._live_rows, self._free_pages
+            if isinstance(self.tree_cache, RadixCache):
+                windows.guard(self.tree_cache)
 
     @override
     def stream_output(self, *_: Any, **__: Any) -> None:
@@ -431,10 +438,24 @@ class SteppedScheduler(Scheduler):
         self.tree_cache.reset()
         self._request_table.clear()
         self._allocator.clear()
+        if self.runner.windows is not None:
+            self.runner.windows.clear()
         self.cur_batch = self.last_batch = None
         self.running = {}
         if self._experts is not None:
             self._experts.forget()
+
+    def _live_rows(self) -> Rows:
+        """Return the rows of all requests that hold slots."""
+        reqs = [row.req for row in self.running.values() if row.req.req_pool_idx is not None]
+        places, page = np.array([req.req_pool_idx for req in reqs], np.int32), self._allocator.page_size
+        slots = self._request_table.req_to_token[places, : self.runner.options.shapes.context]
+        first = np.array([max(0, req.kv_committed_len - 1) for req in reqs])  # it may be computed by the launch to come
+        return Rows(slots[:, ::page] // page, first, np.array([req.kv_allocated_len for req in reqs]))
+
+    def _free_pages(self) -> Int[np.ndarray, " pages"]:
+        free: Any = self._allocator
+        return free.free_slots[0] if free.page_size == 1 else np.concatenate([*free.free_pages, *free.release_pages])
 
     def _extend_requests_to_queue(self, reqs: list[Req], is_retracted: bool = False) -> None:
         """Queue requests as the library does, and count those that were retracted because the cache ran short."""

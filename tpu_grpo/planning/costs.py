@@ -26,7 +26,7 @@ tests/planning/test_costs.py checks this.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tpu_grpo.launching.tpus import Generation
@@ -52,7 +52,8 @@ SAMPLING_PASSES = 18
 0.26 ms by the cycles."""
 HEAD_READ = 1.18
 """How much longer the head takes in a decode step than other weights of its size, by the same program: 0.56 ms."""
-
+HALF_BLOCK = 1024
+"""Tokens that the kernel reads besides a row's window, on average: half a block of 2,048 keys."""
 INT8_BYTES = 1.24
 """Bytes of bfloat16 that are read as fast as an int8 weight is read and converted: products of 64 rows take 0.62 of the
 cycles that they take with bfloat16 on v5e."""
@@ -147,7 +148,7 @@ class EngineSizes:
     used_experts: int
     """The number of experts that a token uses in a layer."""
     cache_bytes: float
-    """Keys and values of one token, in all layers."""
+    """Keys and values of one token, in the layers without a window."""
     state_bytes: float
     """The activations of one token between layers, which every device holds completely."""
     arrays: int
@@ -158,6 +159,8 @@ class EngineSizes:
     """The logits of a token on a device."""
     cache_itemsize: int = 2
     """Bytes per number in the cache."""
+    windows: Mapping[int, float] = field(default_factory=dict)
+    """A window in tokens -> keys and values of one token, in the layers with this window."""
 
     @classmethod
     def of(
@@ -169,6 +172,7 @@ class EngineSizes:
         split_vocabulary: bool,
         cache_bytes: float,
         cache_itemsize: int = 2,
+        windows: Mapping[int, float] | None = None,
         int8: bool = False,
     ) -> "EngineSizes":
         """Compute the sizes of an engine of ``tensor`` devices whose weights have ``itemsize`` bytes per number, but
@@ -197,12 +201,18 @@ class EngineSizes:
             head_bytes=config.vocab_size * config.hidden_size * itemsize / (tensor if split_vocabulary else 1),
             logits=config.vocab_size / (tensor if split_vocabulary else 1),
             cache_itemsize=cache_itemsize,
+            windows=windows or {},
         )
 
     def read_bytes(self, tokens: float) -> float:
         """Return the bytes of weights that a step over ``tokens`` reads; experts count by their chance of use."""
         idle = (1 - self.used_experts / self.experts) ** tokens
         return self.weight_bytes + self.expert_bytes * (1 - idle)
+
+    def cached_bytes(self, rows: int, tokens: float) -> float:
+        """Return the bytes of keys and values that a decode step reads, for rows that have these tokens together."""
+        seen = (size * min(tokens, rows * (window + HALF_BLOCK)) for window, size in self.windows.items())
+        return self.cache_bytes * tokens + sum(seen)
 
 
 def decode_step(sizes: EngineSizes, generation: Generation, rows: int, cached_tokens: float) -> dict[str, float]:
@@ -211,11 +221,12 @@ def decode_step(sizes: EngineSizes, generation: Generation, rows: int, cached_to
     "sampling" includes what the output head takes in addition to reading it as fast as other weights.
     """
     flops = sizes.token.forward(rows, cached_tokens / rows, rows) / sizes.tensor
-    read = memory_seconds(generation, sizes.cache_bytes)
-    computed = sizes.cache_bytes * max(1, 2 / sizes.cache_itemsize) / generation.rates.cache_bytes_per_second
+    cached = sizes.cached_bytes(rows, cached_tokens)
+    computed = cached * max(1, 2 / sizes.cache_itemsize) / generation.rates.cache_bytes_per_second
+    read = max(memory_seconds(generation, cached), computed)
     step = _engine_step(sizes, generation, rows, flops, generation.rates.products)
     passed = (HEAD_READ - 1) * sizes.head_bytes + SAMPLING_PASSES * 4 * rows * sizes.logits
-    return step | {"cache": cached_tokens * max(read, computed), "sampling": memory_seconds(generation, passed)}
+    return step | {"cache": read, "sampling": memory_seconds(generation, passed)}
 
 
 def prefill_step(sizes: EngineSizes, generation: Generation, tokens: float, context: float) -> dict[str, float]:

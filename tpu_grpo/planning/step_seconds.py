@@ -337,6 +337,9 @@ class StepWork:
             sampled = config.open_groups or config.data.prompts_per_round
             prompts = len(range(replica.number, sampled, len(run.replicas)))
             rows[replica.hosts[0]].append(prompts * config.algorithm.group_size)
+        cached = defaultdict[int | None, float](float)  # by window: the actual bytes per token
+        for window, layer in zip(run.engine.layer_windows, run.engine.cache_specs, strict=True):
+            cached[window] += bytes_per_device(layer) / ((layer.shape[0] - 1) * layer.shape[1])  # page 0 is nobody's
         return cls(
             config=config,
             generation=generation,
@@ -345,7 +348,8 @@ class StepWork:
                 tensor=tensor,
                 itemsize=jnp.dtype(config.model.dtype).itemsize,
                 split_vocabulary=splits_vocabulary(run.checkpoint.config.vocab_size, tensor),
-                cache_bytes=resident.cache / run.options.cache_tokens,  # the actual bytes per token
+                cache_bytes=cached.pop(None, 0.0),
+                windows={window: size for window, size in cached.items() if window is not None},
                 cache_itemsize=run.engine.cache_specs[0].dtype.itemsize,
                 int8=config.rollout.weights_dtype == "int8",
             ),
@@ -427,7 +431,7 @@ class StepWork:
         rows, config = min(self.rungs[-1], max(max(engines) for engines in self.hosts)), self.config
         cached = rows * (config.data.max_prompt_tokens + (mean_new_tokens or config.rollout.max_new_tokens) / 2)
         device, host = step_seconds(self.engine, self.generation, self.rungs)(rows, cached, self.launch_steps)
-        read = self.engine.read_bytes(rows) + cached * self.engine.cache_bytes
+        read = self.engine.read_bytes(rows) + self.engine.cached_bytes(rows, cached)
         least = read / self.generation.chip.memory_bytes_per_second
         return sum(device.values()) + host / self.launch_steps, least
 

@@ -101,6 +101,7 @@ class ServedPolicy:
             prefix_cache=True,
             batch_paddings=None,
             filtered=False,
+            prefixes=None,
         )
         engines = open_engines(options, Hosts(), checkpoint, meshes, config.meshes, config.model.lora)
         engines.install(parameters(load_policy(config.model, config.run.seed, checkpoint, mesh, self._chosen)))
