@@ -75,9 +75,11 @@ class LearnerParts:
     def saved_frozen(self) -> dict[str, nnx.Module]:
         """The models that no gradient changes, but the run does, so that checkpoints must hold them, by item: the
         reference if it is reset to the policy, and teachers that are moving averages."""
-        resets = self.reference is not None and self.settings.section.reference_reset_every is not None
-        found = ({REFERENCE: self.reference} if resets else {}) | self.teachers.saved
-        return {item: frozen.model for item, frozen in found.items() if frozen is not None}
+        taught = self.teachers.teachers
+        found = {f"teacher_params_{each.spec.shown}": each.frozen.model for each in taught if each.spec.update_rate}
+        if self.reference is not None and self.settings.section.reference_reset_every is not None:
+            found[REFERENCE] = self.reference.model
+        return found
 
     @property
     def held(self) -> Any:
@@ -113,7 +115,7 @@ class LearnerParts:
         rows = teacher.batches.describe(teacher.shape.empty(teacher.shape.micro_batch)).rows
         split, forward = nnx.split(teacher.frozen.model), teacher.batches.settings.forward
         with teacher.mesh:
-            return likeliest.lower(*split, rows, count=taught.top_k, below=taught.below, **forward)
+            return likeliest.lower(*split, rows, count=taught.shape.top_k, below=taught.below, **forward)
 
     def lower_logprobs(self) -> jax.stages.Lowered:
         """Lower the forward pass for log-probabilities. Without adapters, the reference uses the same program."""
@@ -142,7 +144,7 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     for (spec, given), each in zip(pairs, frozen, strict=True):
         own = batches if given.mesh is None else Batches(each.model, None, replace(settings, mesh=given.mesh))
         made.append(Teacher(spec, each, _teacher_shape(shape, spec, own.settings.mesh, each), own, given.hinted))
-    teachers = Teachers(tuple(made), shape.top_k, below)
+    teachers = Teachers(tuple(made), shape, below)
     previous = own_copy(model, stepped) if section.staleness else None
     return LearnerParts(settings, shape, batches, updater, reference, teachers, previous, slices)
 

@@ -22,7 +22,6 @@ Suffixes: B rows of a step, T tokens of a completion, N teachers, K likeliest to
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -157,8 +156,8 @@ class Teachers:
     """The teachers of a run."""
 
     teachers: tuple[Teacher, ...]
-    top_k: int
-    """K; 0 if the objective knows the sampled token only."""
+    shape: RowShape
+    """The shape of the policy's rows. Its ``top_k`` is K, or 0 if the objective knows the sampled token only."""
     below: int
     """The ids of the likeliest tokens are below this, the rows of the policy's embedding."""
 
@@ -172,11 +171,7 @@ class Teachers:
         sampled_BT = np.zeros(shape_BT, np.bool_)
         for row, completion in enumerate(completions):
             sampled_BT[row, : len(completion.token_ids)] = sampled_mask(completion)
-        shape_BTNK = *shape_BT, len(self.teachers), self.top_k
-        logps_BT, weights_BTN = np.zeros(shape_BT, np.float32), np.zeros(shape_BTNK[:3], np.float32)
-        ids_BTNK = np.zeros(shape_BTNK, np.int32)
-        top_BTNK = np.zeros((*shape_BTNK[:3], self.top_k + 1), np.float32)
-        metrics, broken = dict[str, float](), ""
+        known, metrics, broken = self.shape.of_teachers(shape_BT), dict[str, float](), ""
         for number, teacher in enumerate(self.teachers):
             spec, rows = teacher.spec, _taught_rows(teacher.spec, scored)
             if not rows or not (teacher.is_apart or teacher.mesh.local_devices):
@@ -187,16 +182,14 @@ class Teachers:
             own_BT, taught_BT = found["logprobs"], sampled_BT[rows]
             metrics |= _distances(spec.shown, of_rows, own_BT, taught_BT)
             broken = broken or _not_finite(spec.shown, rows, own_BT, taught_BT)
-            if spec.weight:
-                logps_BT[rows] += np.float32(spec.weight) * own_BT
-                weights_BTN[rows, :, number] = spec.weight * taught_BT
-                if self.top_k:
-                    ids_BTNK[rows, :, number], top_BTNK[rows, :, number] = found["ids"], found["top"]
+            if spec.weight and self.shape.top_k:
+                known["teacher_weights"][rows, :, number] = spec.weight * taught_BT
+                for name in ("ids", "top"):
+                    known[f"teacher_{name}"][rows, :, number] = found[name]
+            elif spec.weight:
+                known["teacher_weights"][rows] += np.float32(spec.weight) * taught_BT
+                known["teacher_logps"][rows] += np.float32(spec.weight) * own_BT
         metrics["teachers/seconds"] = time.perf_counter() - started
-        if self.top_k:
-            known = {"teacher_ids": ids_BTNK, "teacher_top": top_BTNK, "teacher_weights": weights_BTN}
-        else:
-            known = {"teacher_logps": logps_BT, "teacher_weights": weights_BTN.sum(axis=2)}
         return TeacherReadings(known, metrics, broken)
 
     def _values_of(self, teacher: Teacher, hosts: Hosts) -> Callable[[TrainBatch], dict[str, jax.Array]]:
@@ -204,15 +197,15 @@ class Teachers:
 
         def values(batch: TrainBatch) -> dict[str, jax.Array]:
             rows, forward = teacher.batches.placed_rows(batch), teacher.batches.settings.forward
-            found = teacher.frozen.likeliest(rows, count=self.top_k, below=self.below, **forward)
+            found = teacher.frozen.likeliest(rows, count=self.shape.top_k, below=self.below, **forward)
             return teacher.batches.sharded(found)
 
         def sent(batch: TrainBatch) -> dict[str, jax.Array]:
             shape, said = batch.weights.shape, values(batch) if teacher.mesh.local_devices else None
             nothing = {"logprobs": np.zeros(shape, np.float32)}
-            if self.top_k:
-                nothing |= {"ids": np.zeros((*shape, self.top_k), np.int32)}
-                nothing |= {"top": np.zeros((*shape, self.top_k + 1), np.float32)}
+            if count := self.shape.top_k:
+                nothing |= {"ids": np.zeros((*shape, count), np.int32)}
+                nothing |= {"top": np.zeros((*shape, count + 1), np.float32)}
             sender, found = hosts_of(teacher.mesh.devices.flat)[0], dict[str, jax.Array]()
             for name, zeros in nothing.items():
                 own = zeros if said is None else whole(said[name])
@@ -221,11 +214,6 @@ class Teachers:
 
         return sent if teacher.is_apart else values
 
-    @cached_property
-    def saved(self) -> dict[str, FrozenModel]:
-        """The teachers that change during the run, which checkpoints hold, by the item's name."""
-        return {f"teacher_params_{t.spec.shown}": t.frozen for t in self.teachers if t.spec.update_rate}
-
     def follow(self, stepped: Callable[[], Values]) -> None:
         """Move every moving average towards the policy, whose trained parameters ``stepped()`` returns by name."""
         for teacher in self.teachers:
@@ -233,7 +221,7 @@ class Teachers:
                 teacher.frozen.follow(stepped(), teacher.spec.update_rate)
 
 
-NO_TEACHERS = Teachers((), 0, 0)
+NO_TEACHERS: Any = Teachers((), None, 0)  # type: ignore[arg-type]  # nothing is run
 
 
 def _taught_rows(spec: TeacherSpec, scored: ScoredRollout) -> list[int]:
