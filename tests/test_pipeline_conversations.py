@@ -15,7 +15,10 @@ from tests.several.runs import laid_over, lines, settings, train
 from tests.talking import AGENT_SETTINGS, SIZES, write_talking_files
 from tests.test_pipeline import digests
 from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.learner.teachers import TeacherReadings, Teachers
+from tpu_grpo.models.tokenizers import build_tool_tokenizer, decode
 from tpu_grpo.records.errors import EpisodeError
+from tpu_grpo.records.stages import ScoredRollout
 
 BAD = """
 import os
@@ -94,6 +97,37 @@ def test_agreement_over_eight_turns_and_what_is_written_down(whole: Path) -> Non
     # a group begins alike: reset draws what its prompt's seed says
     assert {len({row["prompt"] for row in rows[start : start + 4]}) for start in range(0, 32, 4)} == {1}
     assert len({row["prompt"] for row in rows}) > 4
+
+
+@pytest.mark.full
+def test_a_teacher_has_its_hint_in_every_turn_and_teaches_what_was_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, read = list[tuple[Any, ...]](), Teachers.read
+
+    def kept(self: Teachers, scored: ScoredRollout, *more: Any) -> TeacherReadings:
+        readings, [teacher] = read(self, scored, *more), self.teachers
+        seen.append((scored, teacher.prompts(scored, range(16))[1], readings))
+        return readings
+
+    monkeypatch.setattr(Teachers, "read", kept)
+    teacher = {"hint": "It is {answer}.", "max_prompt_tokens": 64}
+    train(config(tmp_path, run={"max_steps": 1}, algorithm={"name": "distill"}, teachers=[teacher]))
+    [(scored, completions, readings)], tokenizer = seen, build_tool_tokenizer()
+    turns, weights = 0, readings.known["teacher_weights"]
+    for row, (prompt, plain, hinted) in enumerate(
+        zip(scored.rollout.row_prompts, scored.rollout.completions, completions, strict=True)
+    ):
+        hint = f"It is {prompt.columns['answer']}."
+        for own, with_hint in zip(plain.episode.branches, hinted.episode.branches, strict=True):
+            texts = [decode(tokenizer, branch.prompt) for branch in (own, with_hint)]
+            assert [text.count(hint) for text in texts] == [0, 1]
+            assert texts[1].endswith(texts[0][-10:])
+        turns += len(plain.episode.turns)
+        assert weights[row, : len(plain.sampled)].tolist() == plain.sampled.astype(float).tolist()
+        assert not weights[row, len(plain.sampled) :].any()
+    assert turns > 32  # so there are later turns, and observations before them
+    assert lines(tmp_path)[0]["teachers/self/kl"] > 0.0
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 from tests.learner.toy import (
     VOCAB,
@@ -29,9 +30,9 @@ from tpu_grpo.records.errors import DataError, NonFiniteError
 from tpu_grpo.records.stages import ScoredRollout
 
 
-def config_of(directory: Path, teachers: list[dict[str, Any]], **algorithm: Any) -> RunConfig:
+def config_of(directory: Path, teachers: list[dict[str, Any]], layout: str = "shared", **algorithm: Any) -> RunConfig:
     chosen = {"name": "distill", "micro_batch_prompts": 4, **algorithm}
-    tree: dict[str, Any] = {"algorithm": chosen, "teachers": teachers}
+    tree: dict[str, Any] = {"algorithm": chosen, "teachers": teachers, "meshes": {"layout": layout}}
     return make_config(directory, tree)
 
 
@@ -123,6 +124,25 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages(tmp_path: Path) -> No
         np.testing.assert_allclose(both, alone[name] + gradients["distill"][name], atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "name"),
+    [(1, "distill"), pytest.param(2, "gkd", marks=pytest.mark.full)],
+)
+def test_a_teacher_on_the_samplers_devices_says_the_same_to_the_bit(tmp_path: Path, fsdp: int, name: str) -> None:
+    """Meshes of equal size run one program; it is kept in the host's memory in one of the two runs."""
+    own = Mesh(np.array(jax.devices()[2 : 2 + fsdp]).reshape(fsdp, 1), ("fsdp", "tp"))
+    options, found = {"options": {"top_k": 5}} if name == "gkd" else {}, []
+    for place, mesh in (("trainer", None), ("sampler", own)):
+        teachers = [{"path": "x", "label": "a", "mesh": place}]
+        config = config_of(tmp_path / place, teachers, name=name, layout="split", **options)
+        frozen = FrozenModel(make_model(mesh or make_mesh(fsdp), 7), offload=place == "sampler")
+        learner = make_learner(config, make_mesh(fsdp), teachers=(TeacherInputs(frozen, None, mesh),))
+        metrics = learner.update(make_scored(make_model(make_mesh(1)), config)).metrics
+        found.append(({n: v for n, v in metrics.items() if n != "teachers/seconds"}, learner.params_digest()))
+    assert found[0] == found[1]
+    assert found[0][0]["teachers/a/kl"] > 0.01
+
+
 @pytest.mark.full
 def test_a_teacher_that_is_not_finite_is_named(tmp_path: Path) -> None:
     mesh = make_mesh(1)
@@ -195,7 +215,7 @@ def test_a_hint_changes_what_the_teacher_says_and_not_what_is_learnt_from(tmp_pa
     teacher = learner._parts.teachers.teachers[0]
     hinted, _ = teacher.prompts(scored, range(len(prompts)))
     assert hinted[2] == (*prompts[2][:1], 30, 31, 32, *prompts[2][1:])
-    taught = learner._parts.teachers.read(scored, learner._per_token)
+    taught = learner.taught(scored)
     # a row of NumPy's forward pass is 11 tokens long, which the longest prompt with its hint exceeds
     short = [row for row in range(len(prompts)) if len(hinted[row]) + len(completions[row]) <= 11 and row != 1]
     wanted = model_logps(make_model(mesh), [hinted[row] for row in short], [completions[row] for row in short])

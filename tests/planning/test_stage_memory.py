@@ -10,6 +10,7 @@ from tpu_grpo.planning.compiled_programs import (
     GRADIENTS,
     OPTIMIZER_STEP,
     SUM,
+    TEACHER,
     TRAIN_STEP,
     CompiledProgram,
     refused_bytes,
@@ -65,6 +66,23 @@ def test_split_meshes_have_a_side_each() -> None:
     assert found["rollout"] == SAMPLER + 1 + 9 + 5
     assert found["update"] == TRAINER + 3 + 40 + 17 + 7 + 5
     assert found["sync"] == TRAINER + 13 + 5  # the fuller side
+
+
+def test_teachers_of_the_sampler_are_on_its_side() -> None:
+    """One of 300 bytes stays there; one of 400 comes from the hosts' memory for its program, with 2 bytes of rows."""
+    resident = replace(RESIDENT, teachers=300, offloaded=frozenset({f"{TEACHER}b"}))
+    teachers = [
+        program("rollout", name=f"{TEACHER}{name}", argument_bytes=size + 2, output_bytes=3, temporary_bytes=6)
+        for name, size in (("a", 300), ("b", 400))
+    ]
+    found = memory(run_of(meshes={"layout": "split"}), resident, [*PROGRAMS, *teachers])
+    totals = {stage.stage: (stage.program, stage.total) for stage in found}
+    assert totals["rollout"] == (f"{TEACHER}b", SAMPLER + 300 + 402 + 3 + 6 + 5)
+    assert totals["sync"][1] == SAMPLER + 300 + 13 + 5
+    assert totals["update"][1] == TRAINER + 3 + 40 + 17 + 7 + 5
+    offloaded = [program("logprobs", name=f"{TEACHER}b", argument_bytes=402, output_bytes=3, temporary_bytes=6)]
+    found = memory(run_of(), resident, [*PROGRAMS, *offloaded])
+    assert found[1].total == TRAINER + SAMPLER + 402 + 3 + 6 + 7 + 5
 
 
 def test_the_optimizers_step_counts_where_it_needs_more() -> None:

@@ -15,7 +15,7 @@ from tpu_grpo.planning.costs import (
     pass_seconds,
     round_seconds,
 )
-from tpu_grpo.planning.step_seconds import StageTime, StepTime, carried_work, completion_lengths, decode
+from tpu_grpo.planning.step_seconds import StageTime, StepTime, TeacherWork, carried_work, completion_lengths, decode
 
 RATES = V6E.rates
 
@@ -170,6 +170,17 @@ def test_one_step_off_takes_the_longer_of_rollout_and_update() -> None:
         sampling, learning = step.of("prefill", "decode"), step.of("logprobs", "update")
         assert (sampling > learning) == (passes == 1)
         assert step.seconds == max(sampling, learning) + step.of("sync")
+
+
+def test_one_step_off_a_teacher_of_the_sampler_is_read_before_both() -> None:
+    """Its four passes add to the rollout, which is longer; those on the trainer's devices are beside the rollout."""
+    ahead = work_of(algorithm={"group_size": 2, "staleness": 1}, meshes={"layout": "split"})
+    works = (TeacherWork("x", ahead.trainer, 20, 0.0, is_apart) for is_apart in (False, True))
+    beside, before = (replace(ahead, teachers=(work,)).step() for work in works)
+    one = pass_seconds(ahead.trainer, V6E, head_tokens=4 * 60, accessed_bytes=0, updates=False)
+    assert before.of("logprobs") == beside.of("logprobs") == pytest.approx(4 * sum(one.parts.values()))
+    assert beside.seconds == beside.of("prefill", "decode", "sync")
+    assert before.seconds == pytest.approx(beside.seconds + before.of("logprobs"))
 
 
 def test_mini_batches_take_passes_and_steps_of_their_own() -> None:

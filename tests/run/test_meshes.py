@@ -5,15 +5,17 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import slices_of
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.planning.slice_plan import PUBLISHED
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.run.meshes import build_meshes, check_trainer, split_devices
+from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer, split_devices
 
 
 def devices(hosts: int, per_host: int, **more: Any) -> list[Any]:
@@ -41,6 +43,15 @@ def test_the_last_hosts_sample(
 ) -> None:
     found = split_devices(asked, devices(hosts, per_host))
     assert tuple(map(ids, found)) == (trainer, sampler)
+
+
+@pytest.mark.parametrize(("shape", "sampler"), [((1, 2), (1, 2)), ((2, 1), (2, 1)), ((1, 3), (1, 1))])
+def test_a_teacher_of_the_sampler_has_all_its_devices(shape: tuple[int, int], sampler: tuple[int, int]) -> None:
+    """tp is the trainer's, if that divides their number."""
+    count, found = math.prod(shape), jax.devices()
+    trainer = Mesh(np.array(found[:count]).reshape(shape), ("fsdp", "tp"))
+    mesh = Meshes(trainer, None, tuple(found[count:]), 0, 1, None).of_sampler
+    assert (mesh.devices.shape, mesh.axis_names, list(mesh.devices.flat)) == (sampler, ("fsdp", "tp"), found[count:])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
     uv run python -m tests.several.kills --kills 50 --hosts 2
     uv run python -m tests.several.kills --kills 50 rollout.partial_extra=0.5 rollout.max_new_tokens=64
     uv run python -m tests.several.kills --kills 30 --hosts 2 algorithm.staleness=1 meshes.layout=split
+    uv run python -m tests.several.kills --kills 30 algorithm.name=distill 'teachers=[{path: teacher}]'
 
 A run of 12 steps, with a checkpoint after every second step, is done once undisturbed, and once with ``--kills`` kills
 by SIGKILL: a third of them while the run starts, the others within a second after a step, at random by ``--seed``. Both
@@ -130,6 +131,7 @@ def disturbed(directory: Path, hosts: int, kills: int, seed: int, changes: Seque
     """Compare a run that is killed ``kills`` times with an undisturbed one; returns how often the run was started."""
     files = write_files(directory / "files")
     edit_config(files / "model", eos_token_id=[*range(10, 22)])  # completions end after about 20 tokens
+    (write_files(directory / "other", seed=9) / "model").rename(files / "teacher")
     began = time.monotonic()
     if not run_once(files, directory / "whole", hosts, WHOLE, changes):
         raise AssertionError(f"the undisturbed run must end within {END_SECONDS:g} s")

@@ -1,12 +1,13 @@
 """Teachers on several processes: tokens, parameters and distances are those of one, also after a kill."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.models.random_checkpoint import edit_config
-from tests.several.runs import SOON, completed, lines, outcome, run_hosts, settings, write_files
+from tests.several.runs import SOON, completed, laid_over, lines, outcome, run_hosts, settings, write_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
 
@@ -22,11 +23,11 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def tree(run_dir: Path) -> dict[str, Any]:
+def tree(run_dir: Path, **sections: Any) -> dict[str, Any]:
     """A teacher that is kept in the host's memory, and a moving average with a hint; completions are carried over."""
     rollout = {"max_new_tokens": 32, "partial_extra": 0.5, "prefill_tokens": 64, "batch_paddings": [8]}
     own = {"hint": "The answer is {answer}.", "max_prompt_tokens": 48, "update_rate": 0.1, "weight": 0.5}
-    return settings(
+    of_all = settings(
         run_dir,
         run={"max_steps": 3},
         rollout=rollout | {"max_running_requests": 8},
@@ -35,6 +36,7 @@ def tree(run_dir: Path) -> dict[str, Any]:
         algorithm={"name": "distill", "group_size": 1},
         checkpoint={"every": 1},
     )
+    return laid_over(of_all, sections)
 
 
 def distances(run_dir: Path) -> list[dict[str, float]]:
@@ -53,3 +55,30 @@ def test_teachers_say_the_same_on_several_processes_and_after_a_kill(
     assert "continuing after step 1" in completed(hosts, devices, taught, tree(several)).out
     assert outcome(several) == outcome(one)
     assert distances(several) == distances(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "name", "staleness", "offload"),
+    [(1, "distill", 0, False), (2, "gkd", 0, True), (2, "distill", 1, False), (4, "gkd", 1, False)],
+)
+def test_a_teacher_on_the_samplers_hosts_says_the_same(
+    taught: Path, tmp_path: Path, hosts: int, name: str, staleness: int, offload: bool
+) -> None:
+    """One process halves its two devices; of several, half sample, and run the teacher; also as after a kill."""
+    devices = 2 if hosts == 1 else 1
+    for place in ("trainer", "sampler"):
+        options = {"top_k": 8} if name == "gkd" else {}
+        sections = tree(
+            tmp_path / place,
+            teachers=[{"path": "teacher", "mesh": place, "offload": offload and place == "sampler"}],
+            algorithm={"name": name, "options": options, "group_size": 1, "staleness": staleness},
+            meshes={"layout": "split"},
+        )
+        completed(hosts, devices, taught, sections)
+    one, other = (tmp_path / place for place in ("trainer", "sampler"))
+    assert (outcome(other), distances(other)) == (outcome(one), distances(one))
+    shutil.rmtree(other / "checkpoints" / "3")
+    (other / "summary.json").unlink()
+    completed(hosts, devices, taught, sections)
+    assert (outcome(other), distances(other)) == (outcome(one), distances(one))

@@ -64,6 +64,9 @@ class TeacherSpec(Section):
     float32); with 0, it stays the policy of the start."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Keep the teacher and compute with it in this type; in model.dtype when unset."""
+    mesh: Literal["trainer", "sampler"] = "trainer"
+    """Hold and run the teacher on the trainer's devices, or on the sampler's, if it does not fit beside the trainer;
+    sampler needs meshes.layout=split."""
     offload: bool = False
     """Keep the teacher in the hosts' memory, and copy it to the devices for its forward passes in each step."""
 

@@ -99,7 +99,7 @@ class RunConfig(Section):
         _names_are_known(self.checkpoint.allow_changes)
         _step_is_divided(self.data, self.algorithm, self.open_groups, self.row_tokens, self.context_tokens)
         _rewards_fit_together(self.rewards, self.algorithm)
-        _teachers_can_teach(self.teachers, self.algorithm, self.data, self.rewards)
+        _teachers_can_teach(self.teachers, self.algorithm, self.data, self.rewards, self.meshes)
         _engine_can_sample(self.rollout, self.data, self.context_tokens, self.environment.is_on)
         _sampler_and_learner_fit(self.meshes, self.rollout, self.algorithm)
         _hosts_are_described(self.hosts)
@@ -428,7 +428,11 @@ def _rewards_fit_together(rewards: Sequence[RewardSpec], algorithm: AlgorithmSec
 
 
 def _teachers_can_teach(
-    teachers: Sequence[TeacherSpec], algorithm: AlgorithmSection, data: DataSection, rewards: Sequence[RewardSpec]
+    teachers: Sequence[TeacherSpec],
+    algorithm: AlgorithmSection,
+    data: DataSection,
+    rewards: Sequence[RewardSpec],
+    meshes: MeshesSection,
 ) -> None:
     if not teachers and algorithm.learns_from_rewards:
         return
@@ -459,41 +463,31 @@ def _teachers_can_teach(
             f"{algorithm.name}; leave it out, or take e.g. grpo with teachers"
         )
     for teacher in teachers:
-        _teacher_can_teach(teacher, data)
+        _teacher_can_teach(teacher, data, meshes)
 
 
-def _teacher_can_teach(teacher: TeacherSpec, data: DataSection) -> None:
-    name, rate = teacher.shown, teacher.update_rate
-    if teacher.path is None and not teacher.hint and not rate:
-        raise ValueError(
-            f"the teacher {name} must differ from the policy of the start, got neither path, hint nor update_rate; set "
-            "one, or use algorithm.beta to stay near it"
-        )
-    if rate and teacher.path is not None:
-        raise ValueError(
-            f"update_rate={rate:g} of the teacher {name} needs a teacher without path, got {teacher.path}; a moving "
-            "average begins as the policy: leave one of them out"
-        )
-    if rate and teacher.dtype == "bfloat16":
-        raise ValueError(
-            f"update_rate={rate:g} of the teacher {name} needs dtype=float32, got bfloat16, whose rounding would lose "
-            "small moves; leave dtype out"
-        )
-    if rate and teacher.offload:
-        raise ValueError(
-            f"update_rate={rate:g} of the teacher {name} excludes offload=true, because a moving average changes in "
-            "every step; leave one of them out"
-        )
-    if teacher.max_prompt_tokens is not None and not teacher.hint:
-        raise ValueError(
-            f"max_prompt_tokens={teacher.max_prompt_tokens} of the teacher {name} needs a hint, got none; without, its "
-            "prompts are the policy's: leave it out"
-        )
-    if teacher.max_prompt_tokens is not None and teacher.max_prompt_tokens < data.max_prompt_tokens:
-        raise ValueError(
-            f"max_prompt_tokens of the teacher {name} must be >= data.max_prompt_tokens={data.max_prompt_tokens}, got "
-            f"{teacher.max_prompt_tokens}; a hint makes prompts longer: raise it"
-        )
+def _teacher_can_teach(teacher: TeacherSpec, data: DataSection, meshes: MeshesSection) -> None:
+    rate, most, path = teacher.update_rate, teacher.max_prompt_tokens, teacher.path
+    rules = {
+        "must differ from the policy of the start, got neither path, hint nor update_rate; set one, or use "
+        "algorithm.beta to stay near it": path or teacher.hint or rate,
+        f"with update_rate={rate:g} must have no path, got {path}; a moving average begins as the policy: leave one of "
+        "them out": not (rate and path),
+        f"with update_rate={rate:g} must have dtype=float32, got bfloat16, whose rounding would lose small moves; "
+        "leave dtype out": not rate or teacher.dtype != "bfloat16",
+        f"with update_rate={rate:g} excludes offload=true, because a moving average changes in every step; leave one "
+        "of them out": not (rate and teacher.offload),
+        f"with max_prompt_tokens={most} must have a hint, got none; without, its prompts are the policy's: leave it "
+        "out": teacher.hint or most is None,
+        f"must have max_prompt_tokens >= data.max_prompt_tokens={data.max_prompt_tokens}, got {most}; a hint makes "
+        "prompts longer: raise it": most is None or most >= data.max_prompt_tokens,
+        "with mesh=sampler must have a path, got none, which is the trainer's own policy; set path to model.path, or "
+        "leave mesh out": path or teacher.mesh == "trainer",
+        f"with mesh=sampler needs meshes.layout=split and meshes.slices=1, got {meshes.layout} and {meshes.slices}; "
+        "set them, or leave mesh out": (meshes.layout, meshes.slices) == ("split", 1) or teacher.mesh == "trainer",
+    }
+    if (broken := next((rule for rule, kept in rules.items() if not kept), None)) is not None:
+        raise ValueError(f"the teacher {teacher.shown} {broken}")
 
 
 def _engine_can_sample(rollout: RolloutSection, data: DataSection, context: int, has_turns: bool) -> None:

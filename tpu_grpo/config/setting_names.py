@@ -43,7 +43,7 @@ rollout.attention rollout.max_running_requests rollout.kv_tokens rollout.page_si
 rollout.prefill_tokens rollout.prefix_cache rollout.batch_paddings rollout.steps_per_launch
 environment.workers environment.tool_steps
 algorithm.row_tokens algorithm.micro_batch_prompts
-teachers[i].offload
+teachers[i].mesh teachers[i].offload
 meshes.slices meshes.layout meshes.trainer meshes.sampler
 hosts.count
 """

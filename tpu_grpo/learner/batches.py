@@ -39,7 +39,7 @@ class Batches:
     """Makes micro-batches, with log-probabilities of the policy and, for a KL penalty, of the reference model."""
 
     def __init__(self, policy: nnx.Module, reference: FrozenModel | None, settings: LossSettings):
-        self._policy, self._reference, self._settings, self._mesh = policy, reference, settings, settings.mesh
+        self._policy, self._reference, self.settings, self._mesh = policy, reference, settings, settings.mesh
         self._recomputed = settings.section.old_policy == "trainer"
         self._truncated = self._recomputed and settings.section.correction is None
         self._sharding = NamedSharding(settings.mesh, PartitionSpec(DATA_AXIS))
@@ -54,7 +54,7 @@ class Batches:
         batch = jax.tree.map(self._put, batch)
         found, importance = {"old_logps": batch.rollout_logps, **self._compared(batch)}, batch.importance
         if self._truncated:
-            cap = self._settings.section.upper_importance
+            cap = self.settings.section.upper_importance
             truncated = truncated_weights(found["old_logps"], batch.rollout_logps, cap=cap)
             importance = truncated if importance is None else truncated * importance
         return jax.block_until_ready(replace(batch, importance=importance, **found))
@@ -101,7 +101,7 @@ class Batches:
         found, known = {}, batch.reference_logps
         if (reference := self._reference) is not None:
             if known is None:
-                known = self.sharded(reference.logprobs(batch.rows, **self._settings.forward))
+                known = self.sharded(reference.logprobs(batch.rows, **self.settings.forward))
             found["reference_logps"] = known
         if self._recomputed:
             known = batch.old_logps
@@ -110,7 +110,7 @@ class Batches:
 
     def _logprobs(self, model: nnx.Module, rows: ModelRows, **field: str) -> PerToken:
         with self._mesh:
-            found = logprobs(*nnx.split(model), rows, **self._settings.forward, **field)
+            found = logprobs(*nnx.split(model), rows, **self.settings.forward, **field)
         return self.sharded(found)
 
     def _described(self, value: np.ndarray) -> jax.ShapeDtypeStruct:

@@ -6,7 +6,7 @@ parts.lower_gradients().compile().memory_analysis()
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -75,9 +75,11 @@ class LearnerParts:
     def saved_frozen(self) -> dict[str, nnx.Module]:
         """The models that no gradient changes, but the run does, so that checkpoints must hold them, by item: the
         reference if it is reset to the policy, and teachers that are moving averages."""
-        resets = self.reference is not None and self.settings.section.reference_reset_every is not None
-        found = ({REFERENCE: self.reference} if resets else {}) | self.teachers.saved
-        return {item: frozen.model for item, frozen in found.items() if frozen is not None}
+        taught = self.teachers.teachers
+        found = {f"teacher_params_{each.spec.shown}": each.frozen.model for each in taught if each.spec.update_rate}
+        if self.reference is not None and self.settings.section.reference_reset_every is not None:
+            found[REFERENCE] = self.reference.model
+        return found
 
     @property
     def held(self) -> Any:
@@ -110,12 +112,10 @@ class LearnerParts:
     def lower_teacher(self, number: int) -> jax.stages.Lowered:
         """Lower the forward pass of a teacher."""
         taught, teacher = self.teachers, self.teachers.teachers[number]
-        rows = self.batches.describe(teacher.shape.empty(teacher.shape.micro_batch)).rows
-        split, forward = nnx.split(teacher.frozen.model), self.settings.forward
-        with self.settings.mesh:
-            if not taught.top_k:
-                return logprobs.lower(*split, rows, **forward)
-            return likeliest.lower(*split, rows, count=taught.top_k, below=taught.below, **forward)
+        rows = teacher.batches.describe(teacher.shape.empty(teacher.shape.micro_batch)).rows
+        split, forward = nnx.split(teacher.frozen.model), teacher.batches.settings.forward
+        with teacher.mesh:
+            return likeliest.lower(*split, rows, count=taught.shape.top_k, below=taught.below, **forward)
 
     def lower_logprobs(self) -> jax.stages.Lowered:
         """Lower the forward pass for log-probabilities. Without adapters, the reference uses the same program."""
@@ -138,14 +138,13 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     frozen = [given.model or _teacher_of_the_start(config.model, spec, model, stepped) for spec, given in pairs]
     below = min(map(vocabulary, (model, *(each.model for each in frozen)))) if frozen else 0
     shape = row_shape(config, model, inputs.mesh, min(algorithm.top_k or 0, below))
-    made = tuple(
-        Teacher(spec, each, _teacher_shape(shape, spec, inputs.mesh, each), given.hinted)
-        for (spec, given), each in zip(pairs, frozen, strict=True)
-    )
-    slices = Slices(inputs.joined)
+    slices, made = Slices(inputs.joined), list[Teacher]()
     updater = Updater(config.optimizer, config.updates, model, stepped, settings, slices)
     batches = Batches(model, reference, settings)
-    teachers = Teachers(made, batches, settings.forward, shape.top_k, below)
+    for (spec, given), each in zip(pairs, frozen, strict=True):
+        own = batches if given.mesh is None else Batches(each.model, None, replace(settings, mesh=given.mesh))
+        made.append(Teacher(spec, each, _teacher_shape(shape, spec, own.settings.mesh, each), own, given.hinted))
+    teachers = Teachers(tuple(made), shape, below)
     previous = own_copy(model, stepped) if section.staleness else None
     return LearnerParts(settings, shape, batches, updater, reference, teachers, previous, slices)
 

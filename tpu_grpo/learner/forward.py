@@ -75,8 +75,12 @@ def likeliest(
     definition: Any, state: Any, rows: ModelRows, *, count: int, below: int, temperature: float, mesh: Mesh
 ) -> dict[str, Array]:
     """Run a model, split by ``nnx.split``. Return the log-probability of every token (``logprobs``), the ``count``
-    likeliest tokens with ids less than ``below`` (``ids``), and theirs and the rest's (``top``); 0 where not wanted."""
-    hidden_RSD, head, targets = _hidden(nnx.merge(definition, state), rows, mesh)
+    likeliest tokens with ids less than ``below`` (``ids``), and theirs and the rest's (``top``); 0 where not wanted.
+    With the count 0, only the first."""
+    model = nnx.merge(definition, state)
+    if not count:
+        return {"logprobs": run_model(model, rows, temperature=temperature, mesh=mesh).logprobs_RS}
+    hidden_RSD, head, targets = _hidden(model, rows, mesh)
     found = likeliest_tokens(hidden_RSD, head, *targets, count=count, below=below, temperature=temperature, mesh=mesh)
     return dict(zip(("logprobs", "ids", "top"), map(_previous, found), strict=True))
 

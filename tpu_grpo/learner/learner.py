@@ -133,15 +133,21 @@ class Learner:
         parameters."""
         self._updater.share(names)
 
-    def update(self, scored: ScoredRollout) -> UpdateResult:
+    def taught(self, scored: ScoredRollout) -> TeacherReadings:
+        """Return what the teachers say about a rollout; every host must call this."""
+        return self._parts.teachers.read(scored, self._per_token, self._hosts)
+
+    def update(self, scored: ScoredRollout, taught: TeacherReadings | None = None) -> UpdateResult:
         """Go through one rollout ``algorithm.iterations`` times, with an optimizer update for each mini-batch.
+        ``taught`` is what `taught` returned for it, if that was called before.
 
         Raises:
             DataError, RewardError, NonFiniteError: for a rollout that cannot be learnt from; the policy is unchanged.
             NonFiniteError: for a loss or gradient that is not finite, if `SkippedUpdates` does not skip the update.
                 The step's earlier updates remain applied.
         """
-        started, config, parts = time.perf_counter(), self._config, self._parts
+        before = 0.0 if taught is None else taught.metrics.get("teachers/seconds", 0.0)
+        started, config, parts = time.perf_counter() - before, self._config, self._parts
         if (rows := len(scored.rollout.completions)) != config.batch_rows:
             raise DataError(
                 f"a step must have data.prompts_per_step * algorithm.group_size = {config.batch_rows} rows, got "
@@ -154,7 +160,7 @@ class Learner:
             failed: Any = signal.completions[0].episode  # the environment did, before the first turn
             why = f"in row 0 the environment {failed.environment} {failed.failure.text}"
             notes.append(f"step {signal.step}: nothing was learnt, because no conversation had a turn: {why}")
-        taught = parts.teachers.read(scored, self._per_token) if began else TeacherReadings()
+        taught = self.taught(scored) if taught is None else taught
         for update in self._made_updates(signal, scored, taught) if began else ():
             updates.append(update)
             if update.record.finite:
@@ -242,8 +248,7 @@ class Learner:
     def gradients(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
         """Compute the gradient of the first update's loss on a rollout: float32 arrays by dotted name, on every host.
         The policy is not changed. Raises the errors of `update` for a rollout that cannot be learnt from."""
-        taught = self._parts.teachers.read(scored, self._per_token)
-        for batch in next(self._updates(self._signal(scored), taught)):
+        for batch in next(self._updates(self._signal(scored), self.taught(scored))):
             self._updater.accumulate(batch)
         self._updater.add_over_slices()
         gradients = {name: whole(value) for name, value in self._updater.gradients().items()}
@@ -398,8 +403,8 @@ class Learner:
 
 
 class DescribedLearner(Learner):
-    """The learner on a host that only samples. It has abstract parameters, and receives the trainer's metrics. It
-    computes nothing on devices, and neither restores nor saves.
+    """The learner on a host that only samples. It has abstract parameters, and receives the trainer's metrics. Of the
+    update it only computes what teachers say on its devices, and it neither restores nor saves.
 
     Args:
         config: the run.
@@ -418,10 +423,11 @@ class DescribedLearner(Learner):
             with unsound_explained(path):
                 self.carried = read_groups(path, self._told(GROUPS, 0, int))
 
-    def update(self, scored: ScoredRollout) -> UpdateResult:
+    def update(self, scored: ScoredRollout, taught: TeacherReadings | None = None) -> UpdateResult:
         """Wait for the update on the trainer's hosts, where notes and histograms stay. Raises the
         errors of `read_signal`."""
         started, signal = time.perf_counter(), self._signal(scored)
+        _ = self.taught(scored) if taught is None else taught
         metrics = self._told(METRICS, {}, dict[str, float])
         return UpdateResult(metrics, signal.advantages_B, time.perf_counter() - started)
 

@@ -407,10 +407,11 @@ class RowShape:
             rollout_logps=np.zeros(shape, np.float32),
             importance=np.zeros(shape, np.float32) if self.chosen else None,
             older=np.zeros(shape, np.bool_) if self.carries else None,
-            **self._of_teachers(shape),
+            **self.of_teachers(shape),
         )
 
-    def _of_teachers(self, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    def of_teachers(self, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+        """Make the arrays for what teachers say about the tokens of ``shape``, by field name in `TrainBatch`."""
         if not self.teachers:
             return {}
         if not self.top_k:

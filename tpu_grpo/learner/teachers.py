@@ -1,9 +1,9 @@
 """Teachers: what a step's completions are worth to other models, token by token (on-policy distillation).
 
-    taught = teachers.read(scored, per_token)      # forward passes of all teachers
-    taught.known                                   # arrays for the training rows, by field name in `TrainBatch`
-    taught.metrics                                 # teachers/<name>/kl: the distance of the policy to each teacher
-    teachers.follow(updater.stepped())             # after the step's updates: moves the moving averages
+    taught = teachers.read(scored, per_token, hosts)    # forward passes of all teachers
+    taught.known                                        # arrays for the training rows, by field name in `TrainBatch`
+    taught.metrics                                      # teachers/<name>/kl: the distance of the policy to each teacher
+    teachers.follow(updater.stepped())                  # after the step's updates: moves the moving averages
 
 A teacher with a hint sees other prompts than the policy, and the same completions: its log-probabilities belong to the
 same token ids, wherever these lie in its rows. A hint changes a prompt in one place, and the same change is made in the
@@ -12,24 +12,30 @@ prompts of all turns of a conversation:
     prompt of the policy          [1 2 7 8]          of its second turn   [1 2 7 8 5 6 9]
     with the hint 3 4             [1 2 3 4 7 8]                           [1 2 3 4 7 8 5 6 9]
 
+A teacher on the sampler's devices is the same model on another mesh, run by the same program; its hosts send what it
+says to the trainer's. Prefill in an engine would need a cache, a weight layout and a sync of its own, and round
+otherwise.
+
 Suffixes: B rows of a step, T tokens of a completion, N teachers, K likeliest tokens of a teacher.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import TeacherSpec
+from tpu_grpo.hosts import Hosts, hosts_of
 from tpu_grpo.learner.batches import Batches
 from tpu_grpo.learner.frozen import FrozenModel
 from tpu_grpo.learner.loss import TrainBatch
-from tpu_grpo.learner.parameters import Values
+from tpu_grpo.learner.parameters import Values, whole
 from tpu_grpo.learner.rows import RowShape, sampled_mask
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion, Prompt, ScoredRollout
@@ -50,6 +56,8 @@ class TeacherInputs:
     """None for the policy as it was before the first step."""
     hinted: Hinted | None = None
     """None for a teacher that sees the policy's prompts."""
+    mesh: Mesh | None = None
+    """The model's mesh; None for the trainer's."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,19 @@ class Teacher:
     spec: TeacherSpec
     frozen: FrozenModel
     shape: RowShape
+    batches: Batches
+    """Puts rows on the teacher's mesh."""
     hinted: Hinted | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices that the teacher runs on."""
+        return self.batches.settings.mesh
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether these are the sampler's devices."""
+        return self.spec.mesh == "sampler"
 
     def prompts(self, scored: ScoredRollout, rows: Sequence[int]) -> tuple[list[Sequence[int]], list[Completion]]:
         """Return the prompts as the teacher sees them, and the completions, of some rows. Raises DataError for a prompt
@@ -136,16 +156,14 @@ class Teachers:
     """The teachers of a run."""
 
     teachers: tuple[Teacher, ...]
-    batches: Batches
-    forward: Mapping[str, Any]
-    """The keyword arguments of forward passes."""
-    top_k: int
-    """K; 0 if the objective knows the sampled token only."""
+    shape: RowShape
+    """The shape of the policy's rows. Its ``top_k`` is K, or 0 if the objective knows the sampled token only."""
     below: int
     """The ids of the likeliest tokens are below this, the rows of the policy's embedding."""
 
-    def read(self, scored: ScoredRollout, per_token: PerTokenOf) -> TeacherReadings:
-        """Run all teachers on the completions of a step. Raises DataError for a hint that has no place."""
+    def read(self, scored: ScoredRollout, per_token: PerTokenOf, hosts: Hosts) -> TeacherReadings:
+        """Run all teachers on the completions of a step; every host must call this. A host without devices of the
+        trainer reads only the teachers on the sampler's. Raises DataError for a hint that has no place."""
         if not self.teachers:
             return TeacherReadings()
         started, completions = time.perf_counter(), scored.rollout.completions
@@ -153,47 +171,48 @@ class Teachers:
         sampled_BT = np.zeros(shape_BT, np.bool_)
         for row, completion in enumerate(completions):
             sampled_BT[row, : len(completion.token_ids)] = sampled_mask(completion)
-        shape_BTNK = *shape_BT, len(self.teachers), self.top_k
-        logps_BT, weights_BTN = np.zeros(shape_BT, np.float32), np.zeros(shape_BTNK[:3], np.float32)
-        ids_BTNK = np.zeros(shape_BTNK, np.int32)
-        top_BTNK = np.zeros((*shape_BTNK[:3], self.top_k + 1), np.float32)
-        metrics, broken = dict[str, float](), ""
+        known, metrics, broken = self.shape.of_teachers(shape_BT), dict[str, float](), ""
         for number, teacher in enumerate(self.teachers):
             spec, rows = teacher.spec, _taught_rows(teacher.spec, scored)
-            if not rows:
+            if not rows or not (teacher.is_apart or teacher.mesh.local_devices):
                 continue
             prompts, of_rows = teacher.prompts(scored, rows)
             with teacher.frozen.on_devices():
-                found = per_token(prompts, of_rows, self._values_of(teacher), teacher.shape)
+                found = per_token(prompts, of_rows, self._values_of(teacher, hosts), teacher.shape)
             own_BT, taught_BT = found["logprobs"], sampled_BT[rows]
             metrics |= _distances(spec.shown, of_rows, own_BT, taught_BT)
             broken = broken or _not_finite(spec.shown, rows, own_BT, taught_BT)
-            if spec.weight:
-                logps_BT[rows] += np.float32(spec.weight) * own_BT
-                weights_BTN[rows, :, number] = spec.weight * taught_BT
-                if self.top_k:
-                    ids_BTNK[rows, :, number], top_BTNK[rows, :, number] = found["ids"], found["top"]
+            if spec.weight and self.shape.top_k:
+                known["teacher_weights"][rows, :, number] = spec.weight * taught_BT
+                for name in ("ids", "top"):
+                    known[f"teacher_{name}"][rows, :, number] = found[name]
+            elif spec.weight:
+                known["teacher_weights"][rows] += np.float32(spec.weight) * taught_BT
+                known["teacher_logps"][rows] += np.float32(spec.weight) * own_BT
         metrics["teachers/seconds"] = time.perf_counter() - started
-        if self.top_k:
-            known = {"teacher_ids": ids_BTNK, "teacher_top": top_BTNK, "teacher_weights": weights_BTN}
-        else:
-            known = {"teacher_logps": logps_BT, "teacher_weights": weights_BTN.sum(axis=2)}
         return TeacherReadings(known, metrics, broken)
 
-    def _values_of(self, teacher: Teacher) -> Callable[[TrainBatch], dict[str, jax.Array]]:
+    def _values_of(self, teacher: Teacher, hosts: Hosts) -> Callable[[TrainBatch], dict[str, jax.Array]]:
+        """Return the function of micro-batches that returns what a teacher says about their tokens."""
+
         def values(batch: TrainBatch) -> dict[str, jax.Array]:
-            rows = self.batches.placed_rows(batch)
-            if not self.top_k:
-                return {"logprobs": self.batches.sharded(teacher.frozen.logprobs(rows, **self.forward))}
-            found = teacher.frozen.likeliest(rows, count=self.top_k, below=self.below, **self.forward)
-            return self.batches.sharded(found)
+            rows, forward = teacher.batches.placed_rows(batch), teacher.batches.settings.forward
+            found = teacher.frozen.likeliest(rows, count=self.shape.top_k, below=self.below, **forward)
+            return teacher.batches.sharded(found)
 
-        return values
+        def sent(batch: TrainBatch) -> dict[str, jax.Array]:
+            shape, said = batch.weights.shape, values(batch) if teacher.mesh.local_devices else None
+            nothing = {"logprobs": np.zeros(shape, np.float32)}
+            if count := self.shape.top_k:
+                nothing |= {"ids": np.zeros((*shape, count), np.int32)}
+                nothing |= {"top": np.zeros((*shape, count + 1), np.float32)}
+            sender, found = hosts_of(teacher.mesh.devices.flat)[0], dict[str, jax.Array]()
+            for name, zeros in nothing.items():
+                own = zeros if said is None else whole(said[name])
+                found[name] = jnp.asarray(hosts.gather_array(f"{name} by {teacher.spec.shown}", own)[sender])
+            return found
 
-    @cached_property
-    def saved(self) -> dict[str, FrozenModel]:
-        """The teachers that change during the run, which checkpoints hold, by the item's name."""
-        return {f"teacher_params_{t.spec.shown}": t.frozen for t in self.teachers if t.spec.update_rate}
+        return sent if teacher.is_apart else values
 
     def follow(self, stepped: Callable[[], Values]) -> None:
         """Move every moving average towards the policy, whose trained parameters ``stepped()`` returns by name."""
@@ -202,7 +221,7 @@ class Teachers:
                 teacher.frozen.follow(stepped(), teacher.spec.update_rate)
 
 
-NO_TEACHERS: Any = Teachers((), None, {}, 0, 0)  # type: ignore[arg-type]  # nothing is run
+NO_TEACHERS: Any = Teachers((), None, 0)  # type: ignore[arg-type]  # nothing is run
 
 
 def _taught_rows(spec: TeacherSpec, scored: ScoredRollout) -> list[int]:

@@ -64,7 +64,8 @@ def programs_to_lower(run: AbstractRun) -> Iterator[ToLower]:
     if run.learner.forward_passes or run.config.algorithm.staleness:
         yield "log-probabilities", "logprobs", run.learner.lower_logprobs
     for number, spec in enumerate(run.config.teachers):
-        yield f"{TEACHER}{spec.shown}", "logprobs", partial(run.learner.lower_teacher, number)
+        stage = "rollout" if spec.mesh == "sampler" else "logprobs"
+        yield f"{TEACHER}{spec.shown}", stage, partial(run.learner.lower_teacher, number)
     if run.config.algorithm.tunix is not None:
         yield TRAIN_STEP, "update", run.learner.lower_train_step
         return

@@ -1,6 +1,7 @@
 """Adds up a plan's memory: the bytes on a device in each stage of a step.
 
-    rollout     parameters, optimizer, reference, sampler weights, cache, and the work of decode or prefill
+    rollout     parameters, optimizer, reference, sampler weights, cache, and the work of decode or prefill, or of a
+                teacher on the sampler's devices
     logprobs    as in rollout, but without what ``rollout.release_during_update`` frees; the work of a forward pass
     update      as in logprobs, but with the work of a micro-batch (accumulated gradients included) or of the
                 optimizer's step, which makes new parameters while the sampler still shares the old ones
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_grpo.config import MeshesSection, RolloutSection
+from tpu_grpo.config import MeshesSection, RolloutSection, TeacherSpec
 from tpu_grpo.hosts.sharded_arrays import bytes_per_device
 from tpu_grpo.learner import frozen_leaves, parameters
 from tpu_grpo.planning.compiled_programs import OPTIMIZER_STEP, SUM, TEACHER, TRAIN_STEP, CompiledProgram, Stage
@@ -51,8 +52,10 @@ class ResidentBytes:
     """The waiting micro-batches of a step, while one is processed."""
     gradients: int
     """The sums of gradients, which are float32; there only during an update."""
-    offloaded: int = 0
-    """The largest teacher that is kept in the hosts' memory; there only during its forward passes."""
+    teachers: int = 0
+    """The teachers on the sampler's devices."""
+    offloaded: frozenset[str] = frozenset()
+    """The programs of teachers that are kept in the hosts' memory, and on the devices only as these programs' work."""
 
 
 def resident_bytes(run: AbstractRun) -> ResidentBytes:
@@ -67,8 +70,7 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
     adapters, own_adapters = config.model.lora.rank is not None, config.algorithm.reference_reset_every is not None
     reference = trained if run.learner.reference is not None and (own_adapters or not adapters) else 0
     teachers = list(_teacher_bytes(run, per_device, trained))
-    reference += sum(size for size, offload in teachers if not offload)
-    offloaded = max((size for size, offload in teachers if offload), default=0)
+    reference += sum(size for spec, size in teachers if spec.mesh == "trainer")
     moves, waiting = run.sync.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"]) - 1
     if config.algorithm.tunix is not None:
         waiting = 0  # they wait in the host's memory
@@ -82,23 +84,24 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
         cache=per_device(run.engine.cache_specs),
         batch=waiting * per_device(jax.tree.leaves(run.learner.batch)),
         gradients=trained * 4 // jnp.dtype(config.model.dtype).itemsize,
-        offloaded=offloaded,
+        teachers=sum(size for spec, size in teachers if spec.mesh == "sampler"),
+        offloaded=frozenset(f"{TEACHER}{spec.shown}" for spec in config.teachers if spec.offload),
     )
 
 
 def _teacher_bytes(
     run: AbstractRun, per_device: Callable[[Iterable[Any]], int], trained: int
-) -> Iterator[tuple[int, bool]]:
-    """Yield the bytes of each teacher that the policy does not share, and whether the hosts' memory keeps them."""
+) -> Iterator[tuple[TeacherSpec, int]]:
+    """Yield the bytes that each teacher does not share with the policy, and that are not in the hosts' memory."""
     own = run.config.model.dtype
     for teacher in run.learner.teachers.teachers if run.config.teachers else ():
         spec, leaves = teacher.spec, parameters(teacher.frozen.model)
         if spec.update_rate:
-            yield trained * 4 // jnp.dtype(own).itemsize, False
+            yield spec, trained * 4 // jnp.dtype(own).itemsize
         elif spec.path is None and not spec.offload and (spec.dtype or own) == own:
-            yield trained, False
-        else:
-            yield per_device(named_leaves(leaves).values()), spec.offload
+            yield spec, trained
+        elif not spec.offload:
+            yield spec, per_device(named_leaves(leaves).values())
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,8 @@ def _resident_parts(resident: ResidentBytes, stage: Stage, split: bool, released
         "reference": resident.reference,
     }
     sampler: dict[str, float] = {"sampler": resident.sampler, "cache": resident.cache}
-    if stage == "logprobs":
-        trainer["reference"] += resident.offloaded
+    if split:
+        sampler["reference"] = resident.teachers
     if split and stage == "sync":
         return dict(max(trainer, sampler, key=lambda parts: sum(parts.values())))
     if stage == "rollout":
@@ -165,7 +168,7 @@ def _work(resident: ResidentBytes, program: CompiledProgram, keeps_old: bool) ->
     """Return the bytes that a program needs in addition to its resident arguments."""
     arguments = resident.parameters
     if program.name.startswith(TEACHER):
-        arguments = program.argument_bytes  # its parameters are resident, see `_teacher_bytes`
+        arguments = 0 if program.name in resident.offloaded else program.argument_bytes  # see `_teacher_bytes`
     elif program.stage == "rollout":
         arguments = resident.sampler + resident.shared + resident.cache
     elif program.name == OPTIMIZER_STEP:

@@ -263,12 +263,14 @@ class StepTime:
     stages: tuple[StageTime, ...]
     is_ahead: bool = False
     """Whether the next step's rollout and the update take place at the same time (algorithm.staleness)."""
+    before: float = 0.0
+    """The part of logprobs that is done on the sampler's devices, before both begin."""
 
     @property
     def seconds(self) -> float:
         """The step's duration."""
         if self.is_ahead:
-            return max(self.of(*ROLLOUT), self.of("logprobs", "update")) + self.of("sync")
+            return max(self.of(*ROLLOUT) + self.before, self.of("logprobs", "update")) + self.of("sync")
         return sum(stage.seconds for stage in self.stages)
 
     @property
@@ -291,13 +293,14 @@ class StepTime:
 
 
 class TeacherWork(NamedTuple):
-    """A teacher's program and sizes, the tokens of a prompt as it sees it, and the bytes of a device that come from the
-    host's memory."""
+    """A teacher's program and sizes, the tokens of a prompt as it sees it, the bytes of a device that come from the
+    host's memory, and whether it is on the sampler's devices."""
 
     program: str
     sizes: costs.TrainerSizes
     prompt_tokens: int
     copied_bytes: float
+    is_apart: bool
 
 
 @dataclass(frozen=True)
@@ -356,7 +359,7 @@ class StepWork:
             hosts=tuple(map(tuple, rows.values())),
             rungs=run.options.shapes.batch,
             trainer=_trainer_sizes(run, resident),
-            accessed_bytes={program.name: program.accessed_bytes for program in programs if program.stage != "rollout"},
+            accessed_bytes={program.name: program.accessed_bytes for program in programs},
             synced_bytes=sum(bytes_per_device(m.spec) for m in run.sync.moves if not m.frozen and not m.aliased),
             devices=len({*run.meshes.sampler_devices, *trainers.devices.flat}) // run.meshes.slices,
             summed_bytes=resident.gradients,
@@ -382,10 +385,13 @@ class StepWork:
             costs.add(decoded, self._decode(work), 1 / len(steps))
         stages = [StageTime("prefill", prefill), StageTime("decode", decoded)]
         passes = [self._passes("logprobs", "log-probabilities", tokens, self.forward_passes)]
+        before = 0.0
         for teacher in self.teachers:
-            passes.append(self._passes("logprobs", teacher.program, tokens, 1, teacher=teacher))
+            parts = [self._passes("logprobs", teacher.program, tokens, 1, teacher=teacher)]
             if teacher.copied_bytes:
-                passes.append(StageTime("logprobs", {"host": teacher.copied_bytes / HOST_BYTES_PER_SECOND}))
+                parts.append(StageTime("logprobs", {"host": teacher.copied_bytes / HOST_BYTES_PER_SECOND}))
+            passes += parts
+            before += sum(part.seconds for part in parts) * teacher.is_apart
         if self.forward_passes or self.teachers:
             causes, beside = dict[str, float](), dict[str, float]()
             for each in passes:
@@ -404,7 +410,8 @@ class StepWork:
         links = costs.link_seconds(self.generation, self.devices, self.synced_bytes) if self.devices > 1 else 0.0
         memory = costs.memory_seconds(self.generation, 2 * self.synced_bytes)  # moved bytes are read and written
         stages.append(StageTime("sync", {"links": links} if links > memory else {"memory": memory}))
-        return StepTime(sampled, sampled / rows, tuple(stages), is_ahead=config.algorithm.staleness > 0)
+        is_ahead = config.algorithm.staleness > 0
+        return StepTime(sampled, sampled / rows, tuple(stages), is_ahead=is_ahead, before=before)
 
     def carrying(self, carry: float) -> "StepWork":
         """Return the work of the same run with another rollout.partial_extra, in the same engines."""
@@ -553,9 +560,11 @@ def _teacher_works(run: AbstractRun, resident: ResidentBytes) -> tuple[TeacherWo
             gathered_bytes=held * (1 - of_experts / checkpoint.parameter_count),
             state_bytes=checkpoint.config.hidden_size * itemsize,
             experts_of_token=getattr(checkpoint.config, "num_experts_per_tok", 0),
+            fsdp=teacher.mesh.shape["fsdp"],
+            tp=teacher.mesh.shape["tp"],
         )
-        copied = float(held) if spec.offload else 0.0
-        found.append(TeacherWork(f"{TEACHER}{spec.shown}", sizes, shape.max_prompt_tokens, copied))
+        copied, of_prompt = float(held) if spec.offload else 0.0, shape.max_prompt_tokens
+        found.append(TeacherWork(f"{TEACHER}{spec.shown}", sizes, of_prompt, copied, teacher.is_apart))
     return tuple(found)
 
 

@@ -56,6 +56,12 @@ class Meshes:
         return len(self.sampler_devices) // self.tensor
 
     @property
+    def of_sampler(self) -> Mesh:
+        """The sampler's devices of this process's slice, as a mesh with the trainer's axes and, if it fits, its tp."""
+        devices = np.asarray(self.sampler_devices).reshape(self.slices, -1)[self.own]
+        return Mesh(devices.reshape(-1, math.gcd(len(devices), self.trainer.shape["tp"])), ("fsdp", "tp"))
+
+    @property
     def platform(self) -> str:
         """The platform of the sampler's devices: tpu, cpu or gpu."""
         return self.sampler_devices[0].platform

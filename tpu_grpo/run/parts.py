@@ -4,7 +4,7 @@ import ctypes
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,8 +98,8 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     if config.hosts.check == "step":
         engines.replicas.check_every_launch()
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
-    make, teachers = learner_class(section), open_teachers(inputs, meshes, hosts)
-    given = load_inputs(config.model, config.run.seed, checkpoint, meshes, algorithm, teachers)
+    make, given = learner_class(section), load_inputs(config.model, config.run.seed, checkpoint, meshes, algorithm)
+    given = replace(given, teachers=open_teachers(inputs, meshes, hosts))
     trains = meshes.trainer.local_devices
     learner = make(config, given, hosts) if trains else DescribedLearner(config, make.build(config, given), hosts)
     sampler = Sampler(engines.replicas, inputs.tokenizer, config.rollout, section, config.run.seed, task.environments)

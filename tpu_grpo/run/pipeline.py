@@ -197,10 +197,12 @@ class Run:
         if self.config.rollout.release_during_update:
             parts.engines.release()
         self.updating = True
+        with stage(f"teachers of step {step}") if self.config.teachers else nullcontext():
+            taught = parts.learner.taught(groups.learnt)  # before the sampler's devices sample ahead
         with closing(self._groups_ahead(step + 1)) as sampling:
             next(sampling, None)  # hosts that sample do so now
             with stage(f"update of step {step}"):
-                update = parts.learner.update(groups.learnt)
+                update = parts.learner.update(groups.learnt, taught)
             self.ahead = _result_of(sampling)
         self.updating = False
         for note in update.notes:

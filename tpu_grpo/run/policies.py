@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import ExportSection, ModelSection
-from tpu_grpo.learner import LearnerInputs, TeacherInputs, cast_to_compute, freeze_untrained, read_policy, read_stepped
+from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, read_policy, read_stepped
 from tpu_grpo.learner.parameters import Values
 from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.models.tunix_model import abstract_model, check_finite, is_abstract, load_model
@@ -117,10 +117,9 @@ def load_inputs(
     checkpoint: Checkpoint,
     meshes: Meshes,
     algorithm: RunAlgorithm | None = None,
-    teachers: tuple[TeacherInputs, ...] = (),
 ) -> LearnerInputs:
     """Load the policy, and the reference if there is one, onto the trainer's devices; other hosts get abstract ones.
-    ``algorithm`` is the run's, if it is open already, and ``teachers`` are the run's, loaded already."""
+    ``algorithm`` is the run's, if it is open already."""
     base = load_model(
         checkpoint,
         meshes.trainer,
@@ -131,7 +130,7 @@ def load_inputs(
     )
     check_finite(base, checkpoint.directory)
     model = with_adapters(base, checkpoint, section, seed)
-    return LearnerInputs(model, base, meshes.trainer, meshes.joined, algorithm, teachers)
+    return LearnerInputs(model, base, meshes.trainer, meshes.joined, algorithm)
 
 
 def with_adapters(base: nnx.Module, checkpoint: Checkpoint, section: ModelSection, seed: int) -> nnx.Module:

@@ -106,7 +106,7 @@ def teacher_inputs(
     meshes: Meshes,
     renderer: Callable[[], PromptRenderer] | None = None,
 ) -> tuple[TeacherInputs, ...]:
-    """Load the teachers onto the trainer's mesh, each in its own sharding; other hosts get abstract ones.
+    """Load the teachers onto their meshes, each in its own sharding; hosts without devices there get abstract ones.
 
     They compute in ``dtype``, unless they have their own. ``checkpoints`` has None for the policy of the start.
     ``renderer()`` makes a renderer of the run's prompts; without it, nothing is loaded, and all hosts get abstract
@@ -115,14 +115,15 @@ def teacher_inputs(
     """
     given = list[TeacherInputs]()
     for spec, checkpoint in zip(teachers, checkpoints, strict=True):
-        frozen, hinted = None, None
+        frozen, hinted, mesh = None, None, meshes.of_sampler if spec.mesh == "sampler" else None
         if checkpoint is not None:
             make = abstract_model if renderer is None else load_model
             own = jnp.dtype(spec.dtype or dtype)
-            model = make(checkpoint, meshes.trainer, dtype=own, remat="none", flash_block=meshes.flash_block)
+            on = mesh or meshes.trainer
+            model = make(checkpoint, on, dtype=own, remat="none", flash_block=meshes.flash_block)
             check_finite(model, checkpoint.directory)
             frozen = FrozenModel(model, offload=spec.offload)
         if spec.hint and renderer is not None:
             hinted = partial(renderer().hinted, hint=hint_of(spec))
-        given.append(TeacherInputs(frozen, hinted))
+        given.append(TeacherInputs(frozen, hinted, mesh))
     return tuple(given)
