@@ -77,8 +77,8 @@ SMALL, LARGE = (1024, 4096), (1025, 4096)
 
 
 def config_of(directory: Path, algorithm: dict[str, Any]) -> RunConfig:
-    """64 rows of 96 tokens: an eighth are 8 rows. Prompts are too short to be shared."""
-    tree = {"data": {"prompts_per_step": 8, "max_prompt_tokens": 31}, "rollout": {"max_new_tokens": 65}}
+    """64 rows of 96 tokens: an eighth are 8 rows."""
+    tree = {"data": {"prompts_per_step": 8, "max_prompt_tokens": 32}, "rollout": {"max_new_tokens": 64}}
     return make_config(directory, tree | {"algorithm": {"group_size": 8, **algorithm}})
 
 

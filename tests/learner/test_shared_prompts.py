@@ -92,10 +92,10 @@ def test_prompts_are_shared_only_where_that_saves_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("prompt", "new", "words", "row", "rows"),
     [
-        (32, 64, [], 161, 4),  # a prompt and two completions; 8 of a group make 4 rows
+        (64, 64, [], 193, 4),  # a prompt and two completions; 8 of a group make 4 rows
         (256, 64, [], 515, 2),  # with four completions
-        (31, 64, [], 95, 8),  # prompts are short
-        (33, 100, [], 133, 8),  # or shorter than usual completions
+        (63, 64, [], 127, 8),  # prompts are short
+        (66, 200, [], 266, 8),  # or shorter than usual completions
         (33, 100, ["algorithm.row_tokens=436"], 436, 2),
         (33, 100, ["algorithm.row_tokens=233"], 233, 8),  # has no room for a second completion
     ],
@@ -105,7 +105,7 @@ def test_rows_have_room_for_completions_that_share_a_prompt(
 ) -> None:
     sizes = [f"data.max_prompt_tokens={prompt}", f"rollout.max_new_tokens={new}", "data.prompts_per_step=1"]
     config = load_config(None, ["model.path=x", "data.path=x", "algorithm.group_size=8", *sizes, *words])
-    assert (config.row_tokens, config.update_rows, config.shares_prompts) == (row, rows, row not in (95, 133, 233))
+    assert (config.row_tokens, config.update_rows, config.shares_prompts) == (row, rows, row not in (127, 266, 233))
 
 
 def test_the_reviewed_backward_pass_of_splash_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ class AlgorithmSection(Section):
     """Pack prompts and completions into training rows of this many tokens. The minimum is data.max_prompt_tokens +
     rollout.max_new_tokens. In longer rows, completions of a group share one copy of their prompt where this saves
     rows. When unset, rows have the minimum, or room for two or more completions that share a prompt, if
-    data.max_prompt_tokens is at least 32 and a third of rollout.max_new_tokens."""
+    data.max_prompt_tokens is at least 64 and a third of rollout.max_new_tokens."""
     micro_batch_prompts: PositiveInt | None = None
     """Use as many training rows per forward and backward pass as the groups of this many prompts fill when all their
     completions have the longest length; the gradients of the passes are added. When unset, a pass has an eighth of the
