@@ -129,8 +129,9 @@ def test_weighted_sums_are_the_means_that_they_are_named_after() -> None:
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
-def packed(lengths: Sequence[int], **settings: int) -> Packing:
-    return pack([range(length) for length in lengths], **settings)
+def packed(lengths: Sequence[int], **settings: Any) -> Packing:
+    sequences: Any = [range(length) for length in lengths]
+    return pack(sequences, **settings)
 
 
 def occupied(packing: Packing, lengths: list[int], row_tokens: int) -> np.ndarray:

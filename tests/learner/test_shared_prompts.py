@@ -202,7 +202,7 @@ def test_a_teacher_with_a_hint_and_the_reference_read_shared_prompts(tmp_path: P
     of_teacher = train_rows(hinted, completions, np.zeros(32), teacher.shape)[0]
     assert of_teacher.rows.shared.any()
     assert any(np.asarray(batch.rows.shared).any() for batch in micro_batches(learner, scored))
-    said = learner._parts.teachers.read(scored, learner._per_token).known["teacher_logps"]
+    said = learner._parts.teachers.read(scored, learner._per_token, learner._hosts).known["teacher_logps"]
     compared = learner._per_token(signal.prompts, signal.completions, learner._parts.batches.compared)
     answers = [completion.token_ids.tolist() for completion in completions]
     for found, seed, prompts in ((said, 7, hinted), (compared["reference_logps"], 100, signal.prompts)):

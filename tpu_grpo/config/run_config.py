@@ -48,8 +48,8 @@ MICRO_BATCHES, MICRO_BATCH_TOKENS = 8, 512
 """Unless micro_batch_prompts is set, a step has at most MICRO_BATCHES forward and backward passes, each of at least
 MICRO_BATCH_TOKENS tokens per device. So short packed completions need fewer passes, and a pass still fills a device."""
 SHARED_PROMPT_TOKENS = 64
-"""Shorter prompts are not shared, unless algorithm.row_tokens asks for it. On a CPU, with 8 completions of 64 tokens, sharing
-prompts of 32 tokens makes an update of benchmarks.update's model 1.1 times as long, and prompts of 64, 0.95 times."""
+"""Shorter prompts are not shared, unless algorithm.row_tokens asks for it. On a CPU, with 8 completions of 64 tokens,
+sharing prompts of 32 tokens makes an update of benchmarks.update's model 1.1 times as long, and of 64, 0.95 times."""
 
 
 class RunConfig(Section):
