@@ -17,8 +17,9 @@ def config_of(**teacher: Any) -> RunConfig:
     return parse_config({"teachers": [teacher], "algorithm": {"beta": teacher.pop("beta", 0.0)}})
 
 
-def notes_of(config: RunConfig) -> tuple[str, ...]:
-    return check_teachers(config, build_byte_tokenizer(), read_teachers(config), COLUMNS)
+def notes_of(config: RunConfig, tokenizer: Any = None) -> tuple[str, ...]:
+    given, beta = (config.teachers, read_teachers(config)), config.algorithm.beta
+    return check_teachers(*given, tokenizer or build_byte_tokenizer(), COLUMNS, data=config.data, beta=beta)
 
 
 def test_the_first_token_that_differs_is_named() -> None:
@@ -44,7 +45,7 @@ def test_notes_of_a_penalty_and_of_another_template() -> None:
     assert note.startswith("algorithm.beta=0.5 beside teachers: the penalty draws the policy to where it began")
     tokenizer, config = build_byte_tokenizer(), config_of(path="builtin:careful_addition")
     tokenizer.chat_template = "{{ messages[0].content }}"
-    [note] = check_teachers(config, tokenizer, read_teachers(config), COLUMNS)
+    [note] = notes_of(config, tokenizer)
     assert note.startswith("the chat template of the teacher careful_addition is not the policy's")
 
 

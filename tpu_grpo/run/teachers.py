@@ -1,7 +1,7 @@
 """Opens the teachers of a run: their models, what their tokenizers share with the policy's, and prompts with hints.
 
-read = read_teachers(config)                                    # files only
-notes = check_teachers(config, tokenizer, read, columns)        # tokenizers, columns and hints
+read = read_teachers(config)  # files only
+notes = check_teachers(config.teachers, read, tokenizer, columns, data=config.data, beta=config.algorithm.beta)
 given = teacher_inputs(config.teachers, dtype, checkpoints, meshes, renderer)   # onto the trainer's devices
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from tpu_grpo.config import RunConfig, TeacherSpec
+from tpu_grpo.config import DataSection, RunConfig, TeacherSpec
 from tpu_grpo.data.chat_messages import Template
 from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.learner import FrozenModel, TeacherInputs
@@ -44,7 +44,13 @@ def read_teachers(config: RunConfig) -> Read:
 
 
 def check_teachers(
-    config: RunConfig, tokenizer: "PreTrainedTokenizerFast", read: Read, columns: Collection[str]
+    teachers: Sequence[TeacherSpec],
+    read: Read,
+    tokenizer: "PreTrainedTokenizerFast",
+    columns: Collection[str],
+    *,
+    data: DataSection,
+    beta: float,
 ) -> tuple[str, ...]:
     """Check tokenizers, columns and hints of the teachers, and return notes for the user.
 
@@ -52,7 +58,7 @@ def check_teachers(
         ConfigError: for another tokenizer, or a column of only_if or of a hint that the data lacks.
     """
     notes: list[str] = []
-    for spec, checkpoint in zip(config.teachers, read, strict=True):
+    for spec, checkpoint in zip(teachers, read, strict=True):
         asked = ([] if spec.only_if is None else [("only_if", spec.only_if)]) + [
             ("hint", name) for name in hint_of(spec).fields
         ]
@@ -65,15 +71,15 @@ def check_teachers(
         if (model := spec.as_model()) is not None:
             other = open_tokenizer(model, checkpoint)
             compare_tokenizers(tokenizer, other, spec.shown)
-            if config.data.chat_template and other.chat_template != tokenizer.chat_template:
+            if data.chat_template and other.chat_template != tokenizer.chat_template:
                 notes.append(
                     f"the chat template of the teacher {spec.shown} is not the policy's, whose prompts it will see; it "
                     "may judge worse than it could: give the policy's tokenizer_config.json the template that the "
                     "teacher knows, if the policy knows neither"
                 )
-    if config.teachers and config.algorithm.beta:
+    if teachers and beta:
         notes.append(
-            f"algorithm.beta={config.algorithm.beta:g} beside teachers: the penalty draws the policy to where it "
+            f"algorithm.beta={beta:g} beside teachers: the penalty draws the policy to where it "
             "began, and the teachers to themselves; both hold, with their weights"
         )
     return tuple(notes)
