@@ -278,6 +278,7 @@ OPTIONS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @OPTIONS
 def test_groups_are_scheduled_as_without_the_pool(model: Path, page: int, options: dict[str, Any]) -> None:
     """Whatever is admitted, ends or is put back: the same slots, launches and tokens, and the same prompts shared."""
