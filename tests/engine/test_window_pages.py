@@ -278,6 +278,7 @@ OPTIONS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @OPTIONS
 def test_groups_are_scheduled_as_without_the_pool(model: Path, page: int, options: dict[str, Any]) -> None:
     """Whatever is admitted, ends or is put back: the same slots, launches and tokens, and the same prompts shared."""
@@ -401,8 +402,9 @@ def test_the_kernel_reads_the_pool_of_windows(tmp_path: Path, page: int, tensor:
     for attention in ("flash", "flash", "gather"):
         interpreted = interpreted_kernels() if attention == "flash" else nullcontext()
         with interpreted, whole_cache if found else nullcontext():
-            sizes = {"max_running_requests": 2, "batch_paddings": (2,), "prefill_tokens": 8, "page_size": page}
-            engine = build_engine(directory, trained, tensor, attention=attention, **(SMALL | sizes))
+            sizes = {"max_running_requests": 2, "prefixes": 2, "batch_paddings": (2,), "prefill_tokens": 8}
+            options = SMALL | sizes | {"page_size": page, "attention": attention}
+            engine = build_engine(directory, trained, tensor, **options)
             assert (engine._runner.windows is None) == bool(found)
             found.append(engine.generate(asked))
     assert [c.logprobs.tobytes() for c in found[0]] == [c.logprobs.tobytes() for c in found[1]]

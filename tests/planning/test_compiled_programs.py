@@ -14,6 +14,7 @@ import pytest
 
 from tpu_grpo.config import load_config
 from tpu_grpo.hosts import hosts_of
+from tpu_grpo.launching.tpus import GENERATIONS
 from tpu_grpo.learner.output_head import CHUNK_BYTES
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.planning.compiled_programs import (
@@ -29,6 +30,7 @@ from tpu_grpo.planning.costs import STEP_INPUTS, EngineSizes
 from tpu_grpo.planning.slice_plan import PUBLISHED
 from tpu_grpo.planning.slices import open_slice, replica_devices
 from tpu_grpo.planning.stage_memory import resident_bytes
+from tpu_grpo.planning.step_seconds import StepWork
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.run.meshes import build_meshes
@@ -204,6 +206,10 @@ def test_layers_with_a_window_have_a_pool_of_their_own_in_rows_of_8k(name: str, 
             {found.split()[0]: lower for found, _, lower in programs_to_lower(run)},
         )
         assert resident.cache == (5 * ((64 + 9) * 11 + 32 + 1) + (64 * 129 + 1)) * 64 * 2 * 256 * 2
+        sizes = StepWork.of(run, GENERATIONS[0], resident, ()).engine
+        token = 2 * 256 * 2  # bytes in a layer, and page 0 is divided among the others
+        assert sizes.cache_bytes == pytest.approx(token * (1 + 1 / (64 * 129)))
+        assert sizes.windows == {512: pytest.approx(5 * token * (1 + 1 / ((64 + 9) * 11 + 32)))}
         for program in ("decode", "prefill"):
             found = compiled_figures(programs[program](), FAST_COMPILE_OPTIONS)
             weights = resident.sampler + resident.shared
