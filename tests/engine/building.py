@@ -17,6 +17,7 @@ from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, Replicas
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.reference import reference_logprobs
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.stages import Completion, Request, SampleKey, SamplingParams
 from tpu_grpo.weights.plan import named_leaves
@@ -106,6 +107,22 @@ def trainer_logprobs(
         logits = full[index, first : first + len(completion.token_ids)] / (request.sampling.temperature or 1.0)
         picked.append(np.asarray(jax.nn.log_softmax(logits)))
     return picked
+
+
+def check_against_float64(directory: Path, model: nnx.Module, engine: Engine, asked: Sequence[Request]) -> None:
+    """Sampled log-probabilities of engine and trainer, and all that the trainer gives; greedy tokens are float64's."""
+    completions = engine.generate(asked)
+    for request, completion, trainer_TV in zip(
+        asked, completions, trainer_logprobs(model, asked, completions), strict=True
+    ):
+        ids, first = [*request.token_ids, *completion.token_ids], len(request.token_ids) - 1
+        float64_TV = reference_logprobs(directory, np.array([ids]))[0, first:-1]
+        sampled = np.arange(len(completion.token_ids)), completion.token_ids
+        assert np.abs(completion.logprobs - trainer_TV[sampled]).max() <= 3e-5
+        assert np.abs(completion.logprobs - float64_TV[sampled]).max() <= 6e-5
+        assert np.abs(trainer_TV - float64_TV).max() <= 6e-5
+        if request.sampling is GREEDY:
+            assert completion.token_ids.tolist() == float64_TV.argmax(-1).tolist()
 
 
 def disagreement(model: nnx.Module, asked: Sequence[Request], completions: Sequence[Completion]) -> float:

@@ -7,12 +7,19 @@ import numpy as np
 import pytest
 from sgl_jax.srt.models.registry import ModelRegistry
 
-from tests.engine.building import GREEDY, PROMPTS, SAMPLED, build_engine, policy, requests, tokens, trainer_logprobs
+from tests.engine.building import (
+    GREEDY,
+    PROMPTS,
+    SAMPLED,
+    build_engine,
+    check_against_float64,
+    policy,
+    requests,
+    tokens,
+)
 from tests.models.gemma3 import as_seen_with_images, write_shape
 from tests.models.test_transformers5 import SAVED
-from tpu_grpo.models.reference import reference_logprobs
 
-AGAINST_TRAINER, AGAINST_FLOAT64 = 3e-5, 6e-5
 SIZES: dict[str, Any] = {"batch_paddings": (8,), "prefill_tokens": 64}
 
 
@@ -27,19 +34,7 @@ def test_engine_trainer_and_float64_agree(tmp_path: Path, shape: str, tensor: in
     model = policy(directory)
     engine = build_engine(directory, model, tensor, **SIZES)
     for sampling in (SAMPLED, GREEDY):
-        asked = requests(PROMPTS, sampling)
-        completions = engine.generate(asked)
-        for request, completion, trainer_TV in zip(
-            asked, completions, trainer_logprobs(model, asked, completions), strict=True
-        ):
-            ids, first = [*request.token_ids, *completion.token_ids], len(request.token_ids) - 1
-            float64_TV = reference_logprobs(directory, np.array([ids]))[0, first:-1]
-            sampled = np.arange(len(completion.token_ids)), completion.token_ids
-            assert np.abs(completion.logprobs - trainer_TV[sampled]).max() <= AGAINST_TRAINER
-            assert np.abs(completion.logprobs - float64_TV[sampled]).max() <= AGAINST_FLOAT64
-            assert np.abs(trainer_TV - float64_TV).max() <= AGAINST_FLOAT64
-            if sampling is GREEDY:
-                assert completion.token_ids.tolist() == float64_TV.argmax(-1).tolist()
+        check_against_float64(directory, model, engine, requests(PROMPTS, sampling))
 
 
 @pytest.mark.full
@@ -47,16 +42,7 @@ def test_a_window_longer_than_any_row_is_none(tmp_path: Path) -> None:
     """The longest that a config.json may have; the trainer's and the engine's comparisons do not overflow."""
     directory = write_shape(tmp_path, "1b", layers=2, sliding_window=2**31 - 1, layer_types=["sliding_attention"] * 2)
     model = policy(directory)
-    asked = requests(PROMPTS[:2])
-    completions = build_engine(directory, model, **SIZES).generate(asked)
-    for request, completion, trainer_TV in zip(
-        asked, completions, trainer_logprobs(model, asked, completions), strict=True
-    ):
-        ids, first = [*request.token_ids, *completion.token_ids], len(request.token_ids) - 1
-        float64_TV = reference_logprobs(directory, np.array([ids]))[0, first:-1]
-        sampled = np.arange(len(completion.token_ids)), completion.token_ids
-        assert np.abs(completion.logprobs - float64_TV[sampled]).max() <= AGAINST_FLOAT64
-        assert np.abs(trainer_TV - float64_TV).max() <= AGAINST_FLOAT64
+    check_against_float64(directory, model, build_engine(directory, model, **SIZES), requests(PROMPTS[:2]))
 
 
 def test_sglang_jax_still_has_no_gemma_3() -> None:
