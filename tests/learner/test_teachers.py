@@ -124,10 +124,8 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages(tmp_path: Path) -> No
         np.testing.assert_allclose(both, alone[name] + gradients["distill"][name], atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "name"),
-    [(1, "distill"), pytest.param(2, "gkd", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("fsdp", "name"), [(1, "distill"), (2, "gkd")])
 def test_a_teacher_on_the_samplers_devices_says_the_same_to_the_bit(tmp_path: Path, fsdp: int, name: str) -> None:
     """Meshes of equal size run one program; it is kept in the host's memory in one of the two runs."""
     jax.clear_caches()  # earlier tests may have compiled the trainer's with fewer optimizations, see tests/conftest.py
