@@ -53,7 +53,7 @@ that compare bits of several programs, that teach a model, and all commands comp
 
 
 FAMILIES = re.compile(
-    r"tests/(algorithms/test_(objectives|penalties)|cli/test_(environment|output)|engine/test_(engine|experts|sampling)"
+    r"tests/(algorithms/test_(distill|objectives|penalties)|cli/test_(environment|output)|engine/test_(engine|experts|sampling)"
     r"|environments/test_agents|launching/test_(gcloud|kubectl|watching)"
     r"|learner/test_(checkpoints|compact|conversations|loss|optimizers|output_head|trained|update)"
     r"|models/test_(builtin|families|lora|peft|tunix_model)|observe/test_run_log|rewards/test_reward_workers"

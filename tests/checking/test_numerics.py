@@ -75,6 +75,7 @@ def test_the_other_rows_work(small: Shared) -> None:
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_kernel_that_is_off_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = gather_attention.decode_attention
     monkeypatch.setattr(gather_attention, "decode_attention", lambda *given: attend(*given) + 1e-3)

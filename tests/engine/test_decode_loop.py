@@ -85,6 +85,7 @@ def test_rows_end_with_their_slots_and_by_stop_tokens() -> None:
     assert cache == [5, 6, 7, 8, 6, 7, 7, 8, 9, 0, 0, 0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("steps", "left", "counts"), [(4, 0, [4, 2, 1]), (3, 0, [3, 2, 1]), (4, 1, [2, 2, 1])])
 def test_a_launch_ends_after_its_steps_or_with_few_rows(steps: int, left: int, counts: list[int]) -> None:
     found, _, _ = count_up([[0, 1, 2, 3], [4, 5, -1, -1], [6, -1, -1, -1]], steps, left)

@@ -76,6 +76,7 @@ def test_model_and_optimizer_come_back_exactly(tmp_path: Path) -> None:
     assert_same(before, after)
 
 
+@pytest.mark.full
 def test_a_saved_step_is_left_alone(tmp_path: Path) -> None:
     saved_run(tmp_path, 3, 3)
     first_step = make_run()

@@ -146,6 +146,7 @@ def test_loss_is_the_clipped_objective(
     assert 0 < float(sums.clipped) == np.concatenate(clipped).sum()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("estimator", ["low_var_kl", "kl", "mse_kl"])
 def test_kl_is_added_up_over_the_tokens(model: Any, case: dict[str, Any], tmp_path: Path, estimator: str) -> None:
     batch = batch_of(rows_of(case, "token-mean")[0], reference_logps=packed(case["reference"], case))

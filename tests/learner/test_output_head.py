@@ -301,6 +301,7 @@ def test_meshes_give_what_one_device_gives(fsdp: int, tp: int, vocab: int, vocab
     assert_as_expected(case, make_mesh(fsdp, tp))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("fsdp", "tp", "vocab"), [(2, 2, 12), (4, 1, 12), (2, 2, 9)])
 def test_tokens_are_left_out_alike_on_meshes(fsdp: int, tp: int, vocab: int) -> None:
     assert_as_expected(Case(vocab=vocab, filtered=True, chunk=2), make_mesh(fsdp, tp))
@@ -374,6 +375,7 @@ def test_no_logits_but_those_of_a_chunk_are_ever_alive(fsdp: int, tp: int, vocab
         assert [name for name, _ in moved].count("all-to-all") == 2  # the weight, and its gradient
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fsdp", [1, 4])
 def test_the_gradient_of_a_frozen_head_is_not_summed(fsdp: int) -> None:
     """The compiler finds that nobody reads it: of three products of the backward pass two are left."""

@@ -157,6 +157,7 @@ def test_a_teacher_that_is_not_finite_is_named(tmp_path: Path) -> None:
     assert all((before[name] == value).all() for name, value in flat_params(learner).items())
 
 
+@pytest.mark.full
 def test_a_moving_average_follows_and_goes_on_to_the_bit(tmp_path: Path) -> None:
     """The teacher is the policy of the start, and after every step a quarter of the way nearer to the policy."""
     mesh, config = make_mesh(1), config_of(tmp_path, [{"update_rate": 0.25, "hint": "x"}])

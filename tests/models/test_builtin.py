@@ -379,6 +379,7 @@ def test_batches_hold_training_problems_with_the_teachers_answers() -> None:
     assert 0.33 < right / 300 < 0.53  # 0.43 expected
 
 
+@pytest.mark.full
 def test_first_parameters() -> None:
     recipe = Recipe()
     params = initial_params(recipe, shapes_of(recipe), np.random.default_rng(0))
@@ -392,6 +393,7 @@ def test_first_parameters() -> None:
     assert sum(leaf[...].size for _, leaf in nnx.to_flat_state(params)) == 264 * 192 + 3 * 442_816 + 192
 
 
+@pytest.mark.full
 def test_loss_is_the_mean_over_taught_tokens_of_uneven_rows() -> None:
     class Uniform:
         """Two tokens; the first e times as likely as the second."""
