@@ -1,6 +1,7 @@
 """Stages add up what lies on a device while they run."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -70,7 +71,8 @@ def test_split_meshes_have_a_side_each() -> None:
 
 def test_teachers_of_the_sampler_are_on_its_side() -> None:
     """One of 300 bytes stays there; one of 400 comes from the hosts' memory for its program, with 2 bytes of rows."""
-    resident = replace(RESIDENT, teachers=300, offloaded=frozenset({f"{TEACHER}b"}))
+    resident = replace(RESIDENT, teachers=300, offloaded=(f"{TEACHER}b",))
+    assert json.loads(json.dumps(asdict(resident)))["offloaded"] == [f"{TEACHER}b"]  # as plan.py --json prints it
     teachers = [
         program("rollout", name=f"{TEACHER}{name}", argument_bytes=size + 2, output_bytes=3, temporary_bytes=6)
         for name, size in (("a", 300), ("b", 400))

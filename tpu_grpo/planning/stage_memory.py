@@ -54,7 +54,7 @@ class ResidentBytes:
     """The sums of gradients, which are float32; there only during an update."""
     teachers: int = 0
     """The teachers on the sampler's devices."""
-    offloaded: frozenset[str] = frozenset()
+    offloaded: tuple[str, ...] = ()
     """The programs of teachers that are kept in the hosts' memory, and on the devices only as these programs' work."""
 
 
@@ -85,7 +85,7 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
         batch=waiting * per_device(jax.tree.leaves(run.learner.batch)),
         gradients=trained * 4 // jnp.dtype(config.model.dtype).itemsize,
         teachers=sum(size for spec, size in teachers if spec.mesh == "sampler"),
-        offloaded=frozenset(f"{TEACHER}{spec.shown}" for spec in config.teachers if spec.offload),
+        offloaded=tuple(f"{TEACHER}{spec.shown}" for spec in config.teachers if spec.offload),
     )
 
 
