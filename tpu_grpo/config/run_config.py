@@ -235,7 +235,7 @@ class RunConfig(Section):
             return min(group, 1 + (row - self.context_tokens) // (new + 1))
         if prompt < max(SHARED_PROMPT_TOKENS, new / 3):
             return 1
-        return min(group, max(2, 2 ** ((prompt // new).bit_length() - 1) if prompt >= new else 2))
+        return min(group, 1 << max(1, (prompt // new).bit_length() - 1))
 
     @property
     def mini_batch_prompts(self) -> int:
