@@ -36,8 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 from tunix.generate import utils as tunix_transfer

@@ -1,6 +1,5 @@
 """What ``import tpu_grpo`` gives, and that it costs nothing until it is used."""
 
-import ast
 import inspect
 import os
 import subprocess
@@ -58,23 +57,10 @@ def test_a_name_imports_only_what_it_needs(tmp_path: Path, code: str, imported: 
     assert modules_after(code, tmp_path) & (HEAVY - {"numpy"}) == imported
 
 
-def declared() -> dict[str, str]:
-    """Public names and their modules, as a type checker reads them."""
-    tree = ast.parse(inspect.getsource(tpu_grpo))
-    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-    return {
-        alias.name: node.module
-        for node in imports
-        for alias in node.names
-        if node.module is not None and node.module.startswith("tpu_grpo.")
-    }
-
-
-def test_every_public_name_is_what_a_type_checker_takes_it_for() -> None:
-    assert sorted(declared()) == sorted(tpu_grpo.__all__)
-    for name, module in declared().items():
-        assert getattr(tpu_grpo, name) is getattr(import_module(module), name), name
-    assert set(tpu_grpo.__all__) <= set(dir(tpu_grpo))
+def test_every_public_name_is_there() -> None:
+    for package in (tpu_grpo, tpu_grpo.config, tpu_grpo.rewards):
+        assert all(hasattr(package, name) for name in package.__all__)
+        assert set(package.__all__) <= set(dir(package))
 
 
 def test_every_error_and_every_record_is_public() -> None:
@@ -86,7 +72,7 @@ def test_every_error_and_every_record_is_public() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(AttributeError, match=r"has no attribute 'trian'; it has .*\btrain\b"):
+    with pytest.raises(AttributeError, match="No tpu_grpo attribute trian"):
         tpu_grpo.trian  # noqa: B018  # type: ignore[attr-defined]
 
 

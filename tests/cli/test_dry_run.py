@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tpu_grpo.algorithms import SHIPPED as ALGORITHMS
-from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.algorithms import SHIPPED as ALGORITHMS, open_algorithm
 from tpu_grpo.cli.dry_run import check
 from tpu_grpo.config import RunConfig, load_config, settings
 from tpu_grpo.engine.options import EngineOptions

@@ -1,8 +1,7 @@
 """Values that several settings share: options, and ranges of layers."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tpu_grpo.config import load_config, parse_layers
 

@@ -13,8 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax._src.pallas.mosaic.interpret import utils
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter, utils
 from jax._src.state.types import BitcastTransform, ReshapeTransform
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array

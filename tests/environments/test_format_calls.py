@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from tests.environments.template_families import ADD, chat_format, ids, tokenizer, tool
 from tests.goldens import compare, rows

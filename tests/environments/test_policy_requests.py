@@ -4,8 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tpu_grpo.environments.actions import Action, SampledTurn
 from tpu_grpo.environments.policy_requests import FORMS, RefusedError, TurnRequest

@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array
 
 from tests.models.forward import trainer_mesh

@@ -14,8 +14,7 @@ from transformers import AutoConfig
 from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
 from tests.models.random_checkpoint import GEMMA, LLAMA3_SCALING, edit_config, write_random, write_sparse
 from tpu_grpo.models.checkpoint import check_mesh, check_sampler_mesh, read_checkpoint
-from tpu_grpo.models.families import FAMILIES
-from tpu_grpo.models.families import gemma2 as families_gemma2
+from tpu_grpo.models.families import FAMILIES, gemma2 as families_gemma2
 from tpu_grpo.models.reference import reference_logprobs
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import CheckpointError, ConfigError

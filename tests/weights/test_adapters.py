@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests.weights.test_meshes import HEADS, HIDDEN, RULES, WIDTH, sampler_specs, trainer_leaves
 from tpu_grpo.observe.process_metrics import CompilationCounter

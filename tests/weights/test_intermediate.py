@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from tests.weights.test_meshes import RULES, sampler_specs, trainer_leaves
 from tpu_grpo.engine.engine import engine_mesh

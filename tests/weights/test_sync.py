@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from tests.weights.test_meshes import HEADS, HIDDEN, LAYERS, RULES, VOCAB, WIDTH, sampler_specs, trainer_leaves
 from tpu_grpo.engine.engine import engine_mesh

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from tpu_grpo.checking.findings import Finding
 from tpu_grpo.checking.numerics import Shared, scored_rollout

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare
 from tpu_grpo.config import RunConfig, load_config
-from tpu_grpo.planning.slices import Target, open_slice, run_in_child, with_rates
-from tpu_grpo.planning.slices import prepare as prepare_slice
+from tpu_grpo.planning.slices import Target, open_slice, prepare as prepare_slice, run_in_child, with_rates
 from tpu_grpo.records.errors import ConfigError
 
 ABOUT = """Says whether a run fits a TPU slice, by compiling the run's own programs for it; no TPU is needed.

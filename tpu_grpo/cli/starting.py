@@ -19,8 +19,7 @@ from typing import Any
 
 from tpu_grpo.config import BUILTIN, SHIPPED_CONFIGS, HostsSection, RunConfig, load_config, settings
 from tpu_grpo.config.setting_names import ABSENT, meant
-from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, this_process
-from tpu_grpo.hosts import start as join
+from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start as join, this_process
 from tpu_grpo.observe.run_files import CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
 from tpu_grpo.workers.streams import lasting_output

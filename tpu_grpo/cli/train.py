@@ -118,8 +118,7 @@ def _dry_run(config: RunConfig) -> int:
 def _dry_run_on(config: RunConfig, slice_name: str) -> int:
     """Check the config for a slice that this machine does not have, and print whether the run fits it."""
     from tpu_grpo.cli.plan import plan_and_print
-    from tpu_grpo.planning.slices import open_slice, run_in_child
-    from tpu_grpo.planning.slices import prepare as prepare_slice
+    from tpu_grpo.planning.slices import open_slice, prepare as prepare_slice, run_in_child
 
     if (code := run_in_child()) is not None:
         return code

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
-from tpu_grpo.config.section import HAS_PASSWORD, Day, Options, PlainName, PositiveInt, Section, must
+from tpu_grpo.config.section import Day, Options, PlainName, PositiveInt, Section, must
 from tpu_grpo.records.errors import LARGEST_REWARD
+from tpu_grpo.records.secrets import HAS_PASSWORD
 
 BUILTIN = "builtin:"
 """The prefix of a path that names a built-in task."""

@@ -39,10 +39,6 @@ def must(message: str, holds: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
-LOOKS_SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|CONNECTION_STRING", re.IGNORECASE)
-"""Matches names of environment variables that probably hold secrets."""
-HAS_PASSWORD = re.compile(r"://[^/\s@]*:(?!\$)[^/\s@]*@")
-"""Matches a URL with a plain password, such as https://me:word@example.org; a $VARIABLE there does not match."""
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
 """A name that can be part of a file name: letters, digits, dot, dash and underscore."""
 

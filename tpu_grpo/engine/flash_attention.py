@@ -26,8 +26,7 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import RpaCase
 from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttention, FlashAttentionMetadata

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, override
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool

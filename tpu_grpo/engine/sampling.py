@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 from sgl_jax.srt.layers.embeddings import Embed
 from sgl_jax.srt.layers.logits_processor import LogitsProcessor

@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from tpu_grpo.config import RunConfig, load_config
-from tpu_grpo.config.section import LOOKS_SECRET
 from tpu_grpo.hosts.authentication import VARIABLE
 from tpu_grpo.launching.tpus import Slice
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.secrets import LOOKS_SECRET
 
 RUN_SCRIPT = "scripts/run.py"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")

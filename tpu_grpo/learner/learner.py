@@ -25,8 +25,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Shaped
 
 from tpu_grpo.config import RunConfig, UpdateSection
-from tpu_grpo.hosts import Hosts, hosts_of, packed
-from tpu_grpo.hosts import unpacked as unpacked_numbers
+from tpu_grpo.hosts import Hosts, hosts_of, packed, unpacked as unpacked_numbers
 from tpu_grpo.learner.batches import with_kl_in_advantages, with_top_entropy
 from tpu_grpo.learner.building import LearnerInputs, LearnerParts, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints, read_groups, read_policy, sum_of_groups, unsound_explained

@@ -42,8 +42,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from tpu_grpo.models.thresholds import largest

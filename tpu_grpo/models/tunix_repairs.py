@@ -99,8 +99,7 @@ def apply() -> None:
 def _repair_models() -> None:
     from tunix.models.gemma import model as gemma
     from tunix.models.gemma3 import model as gemma3
-    from tunix.models.gemma4 import model as gemma4
-    from tunix.models.gemma4 import moe
+    from tunix.models.gemma4 import model as gemma4, moe
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3

@@ -23,9 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 from jax.sharding import NamedSharding, PartitionSpec
-from tunix.rl import algo_core, common
-from tunix.rl import rl_cluster as rl_cluster_lib
-from tunix.rl import trainer as rl_trainer
+from tunix.rl import algo_core, common, rl_cluster as rl_cluster_lib, trainer as rl_trainer
 from tunix.rl.grpo import grpo_learner
 
 from tpu_grpo.learner.forward import kl_divergence

@@ -32,8 +32,7 @@ import optax
 from flax import nnx
 from jax.interpreters import pxla
 from jax.sharding import PartitionSpec
-from tunix.rl import rl_cluster, rl_learner
-from tunix.rl import utils as rl_utils
+from tunix.rl import rl_cluster, rl_learner, utils as rl_utils
 from tunix.sft import sharding_utils
 
 from tpu_grpo.learner import whole

@@ -21,8 +21,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from tunix.rl import common, function_registry
-from tunix.rl import trainer as rl_trainer
+from tunix.rl import common, function_registry, trainer as rl_trainer
 from tunix.rl.grpo import dapo_learner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig

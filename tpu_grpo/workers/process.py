@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from tpu_grpo.config.section import HAS_PASSWORD, LOOKS_SECRET
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.secrets import HAS_PASSWORD, LOOKS_SECRET
 from tpu_grpo.workers.streams import copy_lines
 
 WORKER_MARK = "TPU_GRPO_WORKER"
