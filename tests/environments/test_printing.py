@@ -15,7 +15,7 @@ def test_what_is_printed_comes_out_once_and_line_by_line(
         begun(pool, 0)
         begun(pool, 1)
         assert failure(acted(pool, call("die"), 0)) == ("died", "was ended by SIGKILL")
-        assert capfd.readouterr().out == "imported begun\nbegun\ndying\n"
+    assert capfd.readouterr().out == "imported begun\nbegun\ndying\n"  # a thread copied it until the pool was closed
 
 
 @pytest.mark.parametrize("name", ["Printing", "PrintingAsync"])
