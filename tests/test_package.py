@@ -58,7 +58,7 @@ def test_a_name_imports_only_what_it_needs(tmp_path: Path, code: str, imported: 
 
 
 def test_every_public_name_is_there() -> None:
-    for package in (tpu_grpo, tpu_grpo.config, tpu_grpo.rewards):
+    for package in map(import_module, ("tpu_grpo", "tpu_grpo.config", "tpu_grpo.rewards")):
         assert all(hasattr(package, name) for name in package.__all__)
         assert set(package.__all__) <= set(dir(package))
 
@@ -68,7 +68,7 @@ def test_every_error_and_every_record_is_public() -> None:
         defined = {
             n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
         }
-        assert defined <= set(tpu_grpo.__all__)
+        assert defined <= set(dir(tpu_grpo))
 
 
 def test_an_unknown_name_is_refused() -> None:
