@@ -53,11 +53,12 @@ that compare bits of several programs, that teach a model, and all commands comp
 
 
 FAMILIES = re.compile(
-    r"tests/(algorithms/test_(distill|objectives|penalties)|cli/test_(environment|output)|engine/test_(engine|experts|sampling)"
-    r"|environments/test_agents|launching/test_(gcloud|kubectl|watching)"
+    r"tests/(algorithms/test_(distill|objectives|penalties)|cli/test_(environment|output|plan)"
+    r"|engine/test_(engine|experts|sampling)|environments/test_(agents|faults|pool)|launching/test_(gcloud|kubectl|watching)"
     r"|learner/test_(checkpoints|compact|conversations|loss|optimizers|output_head|trained|update)"
-    r"|models/test_(builtin|families|lora|peft|tunix_model)|observe/test_run_log|rewards/test_reward_workers"
-    r"|run/test_exporting|weights/test_(adapters|meshes|sync))"
+    r"|models/test_(builtin|families|gemma3|gemma4|lora|peft|tunix_model)|observe/test_(live_report|run_log)"
+    r"|rewards/test_(early|reward_call|reward_workers)|run/test_exporting|weights/test_(adapters|meshes|sync)"
+    r"|workers/test_supervisor)"
 )
 """Files in which every case of a parametrized test compiles, or starts processes, anew: the first case of each such
 test is a default test, and the others are ``full``."""

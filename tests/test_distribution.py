@@ -55,6 +55,7 @@ def test_the_wheel_holds_the_package_and_its_configs(built: dict[str, Path]) -> 
     assert "Project-URL: " in about
 
 
+@pytest.mark.full
 def test_the_source_package_holds_what_a_clone_has(built: dict[str, Path]) -> None:
     with tarfile.open(built["source"]) as archive:
         names = {name.partition("/")[2].partition("/")[0] for name in archive.getnames()}

@@ -433,6 +433,7 @@ def test_ratios_stay_finite() -> None:
     np.testing.assert_allclose(ratio, np.exp([[20.0, -20.0]]), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_all_objectives_have_the_policy_gradient_where_nothing_has_moved() -> None:
     """At ratio 1 the slope of each token is minus its advantage; GSPO's is spread evenly over equal tokens."""
     now = jnp.log(jnp.array([[0.3, 0.1, 0.6, 0.2]]))
@@ -453,6 +454,7 @@ def test_dual_clip_and_delta_are_one_bound() -> None:
         assert losses_of("grpo", ratios, advantage, dual_clip=2.5) == losses_of("grpo", ratios, advantage, delta=2.5)
 
 
+@pytest.mark.full
 def test_gspo_token_differs_only_where_advantages_do() -> None:
     rng = np.random.default_rng(3)
     now = jnp.asarray(rng.uniform(-2, -1, (1, 6)), jnp.float32)

@@ -124,6 +124,7 @@ def test_a_person_plays_and_an_empty_line_ends_a_turn(
     assert value(lines, "total reward") == "0"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("typed", "shown"),
     [
@@ -172,6 +173,7 @@ def test_an_environment_does_not_control_the_terminal(
     assert "raised ValueError: \\x1b[2J [/x] in step" in err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "shown"),
     [(["environment.on_error=skip"], "none"), (["environment.on_error=value", "environment.error_value=-0.5"], "-0.5")],
@@ -188,6 +190,7 @@ def test_what_a_failure_is_worth_is_shown(capsys: pytest.CaptureFixture[str], se
     ]
 
 
+@pytest.mark.full
 def test_the_records_of_a_mixture_are_counted_source_after_source(capsys: pytest.CaptureFixture[str]) -> None:
     Path("more.jsonl").write_text('{"prompt": "", "target": 7}\n')
     sources = "sources: [{path: targets.jsonl, name: some}, {path: more.jsonl, name: more}]"

@@ -63,6 +63,7 @@ def test_help_whose_reader_has_seen_enough_ends_quietly(words: str) -> None:
     assert ended.stdout.startswith("usage: ")
 
 
+@pytest.mark.full
 def test_what_an_encoding_lacks_is_written_as_escapes(tmp_path: Path) -> None:
     ended = run(PRINTING, tmp_path, "| tail -1", PYTHONIOENCODING="latin-1")
     assert ended.stdout == "prompt \\u2192 \\u7b54\n"

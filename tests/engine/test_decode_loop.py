@@ -92,6 +92,7 @@ def test_a_launch_ends_after_its_steps_or_with_few_rows(steps: int, left: int, c
     assert [len(row) for row in found] == counts
 
 
+@pytest.mark.full
 def test_a_launch_takes_up_the_rows_that_go_on() -> None:
     """The second has stopped in the launch before, the third has no more slots; 2 rows are no more than 2."""
     slots = [[0, 1], [2, 3], [-1, -1], [4, 5]]

@@ -165,6 +165,7 @@ def test_retraction_under_pressure_changes_nothing(
     assert disagreement(model, asked, completions) <= AGREE
 
 
+@pytest.mark.full
 def test_a_token_that_the_library_drops_is_noticed(checkpoint: Path, model: nnx.Module) -> None:
     """It drops those of all rows from ``per_dp_bs_size`` on without a word."""
     engine, process = build_engine(checkpoint, model), Scheduler.process_batch_result_decode

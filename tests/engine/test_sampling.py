@@ -320,6 +320,7 @@ def test_both_zeros_are_one_value() -> None:
     assert np.asarray(tokens).tolist() == [1]
 
 
+@pytest.mark.full
 def test_ranks_are_in_the_order_of_numbers_and_lead_back_to_them() -> None:
     largest, smallest = np.finfo(np.float32).max, np.finfo(np.float32).tiny
     numbers = np.asarray([-np.inf, -largest, -1.0, -smallest, 0.0, smallest, 1.0, largest, np.inf], np.float32)

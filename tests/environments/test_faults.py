@@ -148,6 +148,7 @@ def test_what_is_not_forbidden_ends_with_the_conversation(pool: EnvironmentPool,
     pool.drop(1)
 
 
+@pytest.mark.full
 def test_what_a_late_one_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch):
     with open_pool(NAME, timeout=SECONDS) as pool:
         begun(pool, 1)
@@ -171,6 +172,7 @@ def test_what_happens_when_it_is_closed_is_no_part_of_the_episode(
     pool.drop(0)
 
 
+@pytest.mark.full
 def test_a_pool_goes_on_without_a_server_that_was_killed():
     with open_pool(NAME) as pool:
         begun(pool, 1)
@@ -202,6 +204,7 @@ def test_an_import_that_fails_in_the_process_ends_the_run(monkeypatch: pytest.Mo
         begun(pool)
 
 
+@pytest.mark.full
 def test_an_import_that_never_ends_in_the_process_ends_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAULTY_IMPORT", "hangs")
     monkeypatch.setattr(supervisor, "START_SECONDS", 1.0)

@@ -8,6 +8,7 @@ from tests.environments.playing import acted, begun, call, ended, open_pool, tol
 from tpu_grpo.workers import supervisor
 
 
+@pytest.mark.full
 def test_a_conversation_that_ends_leaves_to_the_server_what_the_import_wants_done_at_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -166,6 +166,7 @@ def test_conversations_wait_for_places_in_their_order_and_never_for_ever(monkeyp
             time.sleep(0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("seconds", "reply"), [(100.0, None), (121.0, ("late", "had no process after 120 s; "))])
 def test_the_time_until_a_process_is_forked_is_not_the_environment_s(
     monkeypatch: pytest.MonkeyPatch, seconds: float, reply: tuple[str, str] | None
@@ -231,6 +232,7 @@ def test_environments_are_closed_before_their_server_or_the_pool_ends(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3", "4", "5", "6"]
 
 
+@pytest.mark.full
 def test_processes_know_nothing_of_the_accelerator_and_order_sets_alike(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
@@ -276,6 +278,7 @@ def test_async_conversations_share_a_loop(shared: EnvironmentPool):
         assert ended(shared, key).reward == 0.5
 
 
+@pytest.mark.full
 def test_what_blocks_a_loop_has_a_process_of_its_own():
     """Tools that are not awaited would wait for each other on one loop."""
     with open_pool(MIXED) as pool:
@@ -344,6 +347,7 @@ def test_an_async_environment_that_exits_ends_alone(shared: EnvironmentPool):
     assert ended(shared, 1).reward == 0.5
 
 
+@pytest.mark.full
 def test_a_blocked_loop_is_ended_with_all_that_share_it(monkeypatch: pytest.MonkeyPatch):
     with open_pool(ASYNC) as pool:
         begun(pool, 0)

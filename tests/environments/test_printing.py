@@ -18,6 +18,7 @@ def test_what_is_printed_comes_out_once_and_line_by_line(
     assert capfd.readouterr().out == "imported begun\nbegun\ndying\n"  # a thread copied it until the pool was closed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["Printing", "PrintingAsync"])
 def test_what_is_printed_when_nobody_reads_changes_nothing(name: str):
     with nobody_reads(), open_pool(f"tests.environments.printing:{name}") as pool:

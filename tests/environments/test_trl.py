@@ -17,6 +17,7 @@ def tools(name: str) -> list[str]:
     return [tool["function"]["name"] for tool in loaded.tools]
 
 
+@pytest.mark.full
 def test_the_counter_that_draws_its_task():
     random.seed(7)  # the seed that the conversation gets
     target = random.randint(1, 6)
@@ -26,6 +27,7 @@ def test_the_counter_that_draws_its_task():
         assert ended(pool).reward == 1.0
 
 
+@pytest.mark.full
 def test_the_counter_with_data():
     with open_pool(f"{FILE}:IncrementEnvWithData") as pool:
         prompt = [{"role": "user", "content": "Increment the counter to 4."}]
@@ -65,6 +67,7 @@ def test_wordle_ends_by_raising():
         assert (told(over), over.errors) == ("Error: ValueError: Game over.", 1)
 
 
+@pytest.mark.full
 def test_catch():
     assert tools("CatchEnv") == ["move", "stay"]
     with open_pool(f"{FILE}:CatchEnv") as pool:
@@ -75,6 +78,7 @@ def test_catch():
         assert told(acted(pool, call("stay"))).startswith("Ball: row 3/10")
 
 
+@pytest.mark.full
 def test_one_class_for_two_games():
     assert tools("MultiEnv") == ["guess", "move", "stay"]
     with open_pool(f"{FILE}:MultiEnv") as pool:

@@ -261,6 +261,7 @@ def test_a_mistake_on_one_worker_ends_it_with_its_code_and_last_lines(
     assert stand_in.processes() == []  # the other one was stopped
 
 
+@pytest.mark.full
 def test_a_run_dir_on_the_workers_own_disk_is_found_there(
     stand_in: StandIn, learner: Path, training: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_secrets_reach_the_run_and_nothing_else(
     assert len(copied) == 1
 
 
+@pytest.mark.full
 def test_secrets_are_readable_for_their_owner_only_and_removed_also_when_the_start_fails(
     ready: StandIn, config: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:

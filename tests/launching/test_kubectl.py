@@ -137,6 +137,7 @@ def test_a_queued_run_is_taken_from_its_queue_or_kueue_would_resume_it(kubernete
     assert kubernetes.load()["objects"]["workload/jobset-grpo-1"] == {"spec": {"active": False}}
 
 
+@pytest.mark.full
 def test_a_host_that_does_not_end_and_a_jobset_that_is_not_there(running: Kubernetes, gke: Gke) -> None:
     code, _, err = gke("stop", "--grace", "1")
     assert code == 1

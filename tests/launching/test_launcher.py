@@ -70,6 +70,7 @@ def test_a_run_is_detached_and_gets_its_environment(ready: StandIn, config: Path
     assert "a run is going on; stop it before its code is replaced" in err
 
 
+@pytest.mark.full
 def test_other_libtpu_arguments_and_another_cache(ready: StandIn, config: Path, launch: Launch) -> None:
     flags = ("--libtpu-args", "", "--compilation-cache", "gs://b/cache")
     code, _, err = launch("run", *SMALL, *flags, str(config))
@@ -170,6 +171,7 @@ def test_two_slices_are_requested_together_and_run_as_four_hosts(
         gcloud_syntax.check(command)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("given", ["1", "3"])
 def test_another_number_of_slices_than_was_created_is_no_lost_machine(
     homes: list[Path], given: str, capsys: pytest.CaptureFixture[str]
@@ -224,6 +226,7 @@ def test_a_lost_slice_is_named(
 # --- setup -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_setup_brings_the_work_tree_as_it_is_and_keeps_what_runs_left(
     ready: StandIn, checkout: Path, launch: Launch
 ) -> None:
@@ -270,6 +273,7 @@ def test_the_work_tree_is_named_with_its_changes(checkout: Path, tmp_path: Path)
     assert pack(checkout, tmp_path) not in (clean, f"{clean} and 1 changed file")
 
 
+@pytest.mark.full
 def test_further_packages_are_installed_after_the_pinned_ones(ready: StandIn, checkout: Path, launch: Launch) -> None:
     words = ("--with", "gcsfs==2026.10.1", "--with", "my reward[x] >= 1")
     assert launch("setup", "--code", str(checkout), *words)[0] == 0

@@ -457,6 +457,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     resumed(one / "c", 3, run_file=one / "run_id")
 
 
+@pytest.mark.full
 def test_orbax_compiles_programs_to_save_and_we_do_not(tmp_path: Path) -> None:
     """For arrays that several devices hold, such as the bias."""
     run = linear_run(linear_config(tmp_path), mesh=make_mesh(2, 2))
@@ -516,6 +517,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert left == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [4, 5], [5, 6], [6, 7]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("best", "left"), [(None, ["3", "4"]), (1, ["1", "3", "4"])])
 def test_what_a_process_killed_before_it_removed_older_steps_has_left(
     tmp_path: Path, best: int | None, left: list[str]

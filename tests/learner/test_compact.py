@@ -173,6 +173,7 @@ def test_what_has_a_parameters_shape_is_kept_in_eight_bits_and_the_rest_is_not()
     }
 
 
+@pytest.mark.full
 def test_every_part_of_optax_that_is_never_negative_is_stored_so() -> None:
     """Second moments under other names; as signed codes the small ones would become zero, and be divided by."""
     for tx in (optax.scale_by_amsgrad(), optax.scale_by_rss(), optax.scale_by_rms(), optax.scale_by_adadelta()):

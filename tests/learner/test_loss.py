@@ -156,6 +156,7 @@ def test_kl_is_added_up_over_the_tokens(model: Any, case: dict[str, Any], tmp_pa
     assert float(sums.kl) == pytest.approx(kl.sum(), abs=1e-5)
 
 
+@pytest.mark.full
 def test_kl_is_of_all_sampled_tokens(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
     """As the entropy is, and the number of tokens by which both are divided; the loss is of those that count."""
     counted = np.array([True, False, True, False])
@@ -266,6 +267,7 @@ def test_any_cut_into_micro_batches_adds_up_to_the_whole(bigram: Any, tmp_path: 
     assert sum(float(part[1].agreement.tokens) for part in parts) == np.asarray(batch.rows.mask).sum()
 
 
+@pytest.mark.full
 def test_the_order_of_rows_does_not_matter(bigram: Any, tmp_path: Path) -> None:
     model, batch, (loss, gradient) = bigram
     for seed in range(2):

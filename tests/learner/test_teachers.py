@@ -205,6 +205,7 @@ def test_a_turn_that_begins_otherwise_has_no_place_for_a_hint() -> None:
         Insertion.between((1, 2, 7), (1, 2, 3, 7)).made_in((1, 7), 3)
 
 
+@pytest.mark.full
 def test_a_hint_changes_what_the_teacher_says_and_not_what_is_learnt_from(tmp_path: Path) -> None:
     mesh, config = make_mesh(1), config_of(tmp_path, [{"hint": "x", "max_prompt_tokens": 9}])
     seen = lambda prompts: [(*prompt.token_ids[:1], 30, 31, 32, *prompt.token_ids[1:]) for prompt in prompts]  # noqa: E731

@@ -195,6 +195,7 @@ def test_the_seed_decides_every_bit(taught: Path, cache: Path) -> None:
     assert (tiny(4) / "model.safetensors").read_bytes() != weights
 
 
+@pytest.mark.full
 def test_tunixs_own_loader_reads_back_what_was_taught(taught: Path) -> None:
     params = teach(TINY, addition.TASK, seed=3)
     wanted = dict(nnx.to_flat_state(params))
@@ -423,6 +424,7 @@ def test_learning_rate_rises_falls_and_gradients_are_clipped() -> None:
     assert sizes[100] == pytest.approx(0.05e-2, rel=1e-3)
 
 
+@pytest.mark.full
 def test_a_loss_that_is_not_finite_stops_teaching() -> None:
     with pytest.raises(NonFiniteError, match="must be finite, got nan at step 1 of seed 0"):
         teach(replace(TINY, embedding_std=float("nan")), addition.TASK, seed=0)

@@ -147,6 +147,7 @@ def test_the_model_is_the_base_at_first_and_shares_its_arrays(tmp_path: Path, fa
     assert difference <= 1e-5  # the same sums, perhaps fused otherwise
 
 
+@pytest.mark.full
 def test_a_model_with_flash_attention_keeps_it(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(write_random("qwen3", tmp_path))
     base = load_model(checkpoint, trainer_mesh(1, 1), dtype=jnp.float32, remat="none", flash_block=128)
@@ -248,6 +249,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[nnx.Module, Path]
     return model, directory / "adapters"
 
 
+@pytest.mark.full
 def test_own_adapters_are_read_after_peft_has_saved_them_again(
     written: tuple[nnx.Module, Path], tmp_path: Path
 ) -> None:

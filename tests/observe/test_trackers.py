@@ -68,6 +68,7 @@ def test_offline_leaves_everything_under_the_run_and_says_nothing(tmp_path: Path
     assert said == []
 
 
+@pytest.mark.full
 def test_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     for _ in range(2):
         open_sink(tmp_path, "offline", []).close()

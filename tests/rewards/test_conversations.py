@@ -84,6 +84,7 @@ def test_what_the_environment_gave() -> None:
     assert found.by_name["environment"].tolist() == [0.5, 0.25]
 
 
+@pytest.mark.full
 def test_environments_are_there_as_they_were(reward_file: MakeFile, tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(GAME)
     path = reward_file("def f(environments, **kwargs):\n    return [e.score() + e.counter for e in environments]\n")
@@ -158,6 +159,7 @@ def test_plain_completions_have_no_environment() -> None:
         scores([{"name": "environment"}], plain)
 
 
+@pytest.mark.full
 def test_every_reward_of_a_failed_environment_is_its_value_and_weights_change_nothing(reward_file: MakeFile) -> None:
     path = reward_file("def f(completions):\n    return [1.0] * len(completions)\n")
     worth = Failure("late", "did not answer", reward=-0.5)

@@ -160,6 +160,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", [None, *FORGED])
 def test_what_no_host_can_have_told_is_named(file: Path, monkeypatch: pytest.MonkeyPatch, what: str | None) -> None:
     monkeypatch.setattr("sys.argv", ["", "", "", "0"])  # in which the rewards look for the host

@@ -136,6 +136,7 @@ def test_every_bit_is_that_of_a_rollout_scored_at_once() -> None:
             same(found, expected)
 
 
+@pytest.mark.full
 def test_rollouts_of_the_same_prompts_are_scored_together() -> None:
     greedy = make_rollout([f"p{n}" for n in range(PROMPTS)], list("adegi"), ANSWERS)
     with open_rewards([RewardSpec(name="exact_answer"), spec("third"), spec("rank")], ["answer"]) as rewards:
@@ -224,6 +225,7 @@ def test_a_group_is_scored_before_the_rollout_is_there() -> None:
     assert scores.by_name["noted"].tolist() == [1, 0, 0, 1, 0, 1, 0, 0, 1, 0]
 
 
+@pytest.mark.full
 def test_the_config_can_have_a_group_scored_in_a_call_of_its_own() -> None:
     with open_rewards([spec("size", workers=2, early=True)], []) as rewards:
         with rewards.begin(ROLLOUT.batch) as scoring:
@@ -256,6 +258,7 @@ def test_what_is_done_during_the_rollout_takes_no_time_after_it() -> None:
     assert 0.5 <= scores.figures["rewards/slow/seconds"].value < 1.2  # of 1.5 s
 
 
+@pytest.mark.full
 def test_async_rows_of_groups_that_wait_are_awaited_together() -> None:
     """The first group takes 0.3 s; the other four, which come meanwhile, take 0.3 s together."""
     with open_rewards([spec("together", workers=1)], []) as rewards:
@@ -315,6 +318,7 @@ def test_a_problem_that_ends_the_run_ends_it_with_the_next_group() -> None:
         assert rewards.score(make_rollout(["p"], ["a"])).total.tolist() == [1.0]
 
 
+@pytest.mark.full
 def test_a_problem_of_the_last_group_ends_the_run_as_well() -> None:
     with open_rewards([spec("bad", timeout=0.5)], []) as rewards, rewards.begin(ROLLOUT.batch) as scoring:
         add(scoring, 0, 3)
@@ -324,6 +328,7 @@ def test_a_problem_of_the_last_group_ends_the_run_as_well() -> None:
             scoring.finish([ROLLOUT])
 
 
+@pytest.mark.full
 def test_a_rollout_that_fails_leaves_no_thread_and_no_busy_worker() -> None:
     with open_rewards([spec("bad", timeout=100.0)], []) as rewards:
         started = time.monotonic()
@@ -335,6 +340,7 @@ def test_a_rollout_that_fails_leaves_no_thread_and_no_busy_worker() -> None:
         assert rewards.score(make_rollout(["p"], ["a"])).total.tolist() == [1.0]
 
 
+@pytest.mark.full
 def test_what_is_left_after_the_rollout_has_its_timeout() -> None:
     """Ten rows of 0.05 s in one worker, handed out at once, with 0.3 s for them: a few are late."""
     with open_rewards([spec("slow", timeout=0.3, on_error="value", error_value=-1.0)], []) as rewards:
@@ -348,6 +354,7 @@ def test_what_is_left_after_the_rollout_has_its_timeout() -> None:
         assert (scores.total == -1.0).sum() == late
 
 
+@pytest.mark.full
 def test_a_reward_that_cannot_be_set_up_ends_the_run(reward_file: MakeFile) -> None:
     reward_file(
         "from tpu_grpo.rewards import per_sample\nclass f:\n"

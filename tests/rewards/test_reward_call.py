@@ -41,6 +41,7 @@ def f(completions, completion_ids, step, options, log_metric, trainer_state):
     assert scores.figures["rewards/f/length"] == Figure(2.5, "mean", 4)  # 1, 2, 3, 4
 
 
+@pytest.mark.full
 def test_kwargs_bring_what_trl_passes_and_no_other_extra(reward_file: MakeFile):
     path = reward_file("""
 def f(completions, **rest):
@@ -234,6 +235,7 @@ def test_a_class_is_built_once_and_closed(reward_file: MakeFile, tmp_path: Any, 
     assert (tmp_path / "closed").read_text() == "2"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_class_that_cannot_be_set_up(reward_file: MakeFile, workers: int):
     source = """

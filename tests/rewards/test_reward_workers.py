@@ -125,6 +125,7 @@ def test_children_that_a_reward_leaves_end_with_it():
         assert len(marked()) >= 2 + 2 * 3
 
 
+@pytest.mark.full
 def test_what_a_reward_prints_when_nobody_reads_changes_nothing():
     with nobody_reads(), open_rewards([spec(faulty.prints)], []) as rewards:
         np.testing.assert_array_equal(rewards.score(ROLLOUT).total, GOOD)
@@ -210,12 +211,14 @@ def test_an_answer_of_a_worker_fits_its_batch(told: dict[str, Any]):
         decode(written.replace(b'["",', b'["no base64",'), (Answer,))
 
 
+@pytest.mark.full
 def test_workers_are_replaced_after_so_many_calls():
     with open_rewards([spec(faulty.inspects, recycle=2)], []) as rewards:
         first, second, third = (rewards.score(ROLLOUT).total[0] for _ in range(3))
     assert first == second != third
 
 
+@pytest.mark.full
 def test_rewards_run_side_by_side():
     specs = [spec(faulty.naps, label=f"nap{i}", workers=i % 2) for i in range(4)]
     with open_rewards(specs, []) as rewards:

@@ -71,6 +71,7 @@ def test_a_model_that_is_loaded_leaves_as_the_tensors_it_came_from(
     assert after == before | {"torch_dtype": "float32"}
 
 
+@pytest.mark.full
 def test_of_a_model_that_sees_images_the_text_model_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Gemma3ForCausalLM, with the tensors that it came from, and what transformers needs to know."""
     monkeypatch.chdir(tmp_path)

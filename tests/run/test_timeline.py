@@ -80,6 +80,7 @@ def test_perfetto_finds_steps_and_stages_inside_of_them(tmp_path: Path) -> None:
         assert step["ts"] <= stage["ts"] < stage["ts"] + stage["dur"] <= step["ts"] + step["dur"]
 
 
+@pytest.mark.full
 def test_hosts_leave_their_files_beside_each_other(tmp_path: Path) -> None:
     for host in (0, 1):
         steps_of(1, tmp_path, [1], host=host)

@@ -42,6 +42,7 @@ def open_with(directory: Path, **algorithm: Any) -> Task:
     return open_task(open_inputs(config), open_algorithm(config.algorithm), Hosts())
 
 
+@pytest.mark.full
 def test_one_ratio_for_a_whole_completion_is_refused(tmp_path: Path) -> None:
     message = r"is of the whole completion, but the rewards \['quarter'\] give every token its own; set algorithm"
     with pytest.raises(ConfigError, match=message):

@@ -154,6 +154,7 @@ def test_temporary_memory_stays_within_the_bound(layout: str) -> None:
         WeightSync(RULES, source, target, temporary_bytes=100)
 
 
+@pytest.mark.full
 def test_many_groups_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges of several programs at once would hold all threads of virtual devices: jax then ends the process."""
     monkeypatch.setattr("tpu_grpo.weights.sync.GROUP_BYTES", 1)

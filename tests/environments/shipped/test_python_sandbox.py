@@ -53,6 +53,7 @@ def test_nothing_is_kept_between_programs():
     assert environment.python("import os\nos.listdir('.')") == "[]"
 
 
+@pytest.mark.full
 def test_limits():
     environment = PythonSandbox(seconds=0.5, memory_mb=256, max_characters=20)
     lost = "Error: the program ended its process, or took more than 0.5 s"

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tpu_grpo.cli.environment_episode import EnvironmentEpisode
 from tpu_grpo.config import RunConfig, load_config
@@ -97,6 +98,7 @@ def told(config: RunConfig, lessons: Iterable[Lesson]) -> list[list[str]]:
     return heard
 
 
+@pytest.mark.full
 def test_the_tool_says_what_the_lessons_say() -> None:
     rng = np.random.default_rng(0)
     lessons = [calculator.lesson(problem, rng) for problem in calculator.problems("heldout")[:60]]

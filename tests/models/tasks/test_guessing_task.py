@@ -69,6 +69,7 @@ def play(game: Any, problem: Problem, lesson: Lesson) -> Completion:
     return played
 
 
+@pytest.mark.full
 def test_lessons_are_what_the_environment_says() -> None:
     config, rng, games = DEMO, np.random.default_rng(0), {True: 0, False: 0}
     question, guess, told = 1 + 10 + 1, 4 + 1, 1 + len("higher") + 1  # with markers and the end
@@ -112,6 +113,7 @@ def best_chance(left: int, guesses: int) -> Fraction:
     return max(chances)
 
 
+@pytest.mark.full
 def test_teacher_wins_as_often_as_his_habits_do() -> None:
     good, bad = (
         sum((teachers_chance(listens, secret, NUMBERS, 1) for secret in NUMBERS), Fraction(0)) / 10

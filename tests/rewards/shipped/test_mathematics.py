@@ -265,6 +265,7 @@ def test_other_rewards_leave_out_what_math_does_not_score():
     assert verified("math", ["Answer is forty two.", r"\boxed{3}"], ["Answer is forty three.", "3 eggs"]) == [None, 1.0]
 
 
+@pytest.mark.full
 @IN_GARBAGE_COLLECTION
 def test_many_comparisons_without_an_end_do_not_add_up(monkeypatch: pytest.MonkeyPatch):
     """Sixty texts that take five seconds each would end a run, because the reward itself has 60 seconds."""
