@@ -179,19 +179,12 @@ def imported_room(name: str) -> str | None:
 
 
 def eager_imports_of_the_package(files: Iterable[Source]) -> Iterator[str]:
-    """What ``import tpu_grpo`` would import at once, beside the standard library."""
+    """What ``import tpu_grpo`` would import at once, beside the standard library and what hands out its names later."""
     for file in files:
-        if file.room:
-            continue
-        lazy = [node for node in file.tree.body if isinstance(node, ast.FunctionDef) or _is_type_checking(node)]
-        for line, name in file.imports:
-            is_lazy = any(node.lineno <= line <= (node.end_lineno or node.lineno) for node in lazy)
-            if not is_lazy and name.split(".")[0] not in sys.stdlib_module_names:
-                yield f"{file.name}:{line} the package imports {name} at once"
-
-
-def _is_type_checking(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if file.room == "":
+            for line, name in file.imports:
+                if name.split(".")[0] not in sys.stdlib_module_names | {"lazy_loader"}:
+                    yield f"{file.name}:{line} the package imports {name} at once"
 
 
 def imports_of_tests(files: Iterable[Source]) -> Iterator[str]:
@@ -377,8 +370,7 @@ def test_a_right_import_is_not(tmp_path: Path, name: str, text: str) -> None:
             ["tpu_grpo/__init__.py:1 the package imports tpu_grpo.records.stages at once"],
         ),
         ("if True:\n    from jax import jit", ["tpu_grpo/__init__.py:2 the package imports jax.jit at once"]),
-        ("if TYPE_CHECKING:\n    from tpu_grpo.records.stages import Rollout\nimport importlib", []),
-        ("def __getattr__(name):\n    from tpu_grpo import types", []),
+        ("import importlib\nimport lazy_loader", []),
     ],
 )
 def test_what_the_package_imports_at_once_is_found(tmp_path: Path, text: str, found: list[str]) -> None:

@@ -20,7 +20,7 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "run.yaml").write_text(
         """
 model: {path: model, dtype: bfloat16}
-data: {prompts_per_step: 4, max_prompt_tokens: 64}
+data: {prompts_per_step: 4, max_prompt_tokens: 32}
 rollout: {max_new_tokens: 64, max_running_requests: 8, page_size: 16, prefill_tokens: 128}
 algorithm: {group_size: 4}
 rewards: [{name: exact_answer}]
