@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # as in containers: every process would compile all sources anew
@@ -81,16 +80,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[item.nodeid.partition("[")[0]] += 1
             if cases[item.nodeid.partition("[")[0]] > 1:
                 item.add_marker("full")
-    items.sort(key=lambda item: LONG.match(item.nodeid) is None)
+    items.sort(key=lambda item: (LONG.match(item.nodeid) is None, QUICKLY_COMPILED.match(item.nodeid) is None))
     gc.freeze()  # else every full collection looks through all that is imported by now
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave out what XLA's optimizations cost where that is more than they bring."""
-    jax.config.update("jax_disable_most_optimizations", bool(QUICKLY_COMPILED.match(request.node.nodeid)))
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def _compilation(request: pytest.FixtureRequest) -> None:
+    """Leave out what XLA's optimizations cost where that is more than they bring. jax would give a later file the
+    programs that an earlier one has compiled in the other way."""
+    quickly = bool(QUICKLY_COMPILED.match(request.node.nodeid))
+    if jax.config.read("jax_disable_most_optimizations") != quickly:
+        jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

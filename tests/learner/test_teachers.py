@@ -128,7 +128,6 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages(tmp_path: Path) -> No
 @pytest.mark.parametrize(("fsdp", "name"), [(1, "distill"), (2, "gkd")])
 def test_a_teacher_on_the_samplers_devices_says_the_same_to_the_bit(tmp_path: Path, fsdp: int, name: str) -> None:
     """Meshes of equal size run one program; it is kept in the host's memory in one of the two runs."""
-    jax.clear_caches()  # earlier tests may have compiled the trainer's with fewer optimizations, see tests/conftest.py
     own = Mesh(np.array(jax.devices()[2 : 2 + fsdp]).reshape(fsdp, 1), ("fsdp", "tp"))
     options, found = {"options": {"top_k": 5}} if name == "gkd" else {}, []
     for place, mesh in (("trainer", None), ("sampler", own)):
