@@ -193,7 +193,7 @@ class Rollout:
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
     """Metrics, by name, of the engines of the host that has the first replica."""
-    told: tuple[int, ...] = ()
+    scoring_hosts: tuple[int, ...] = ()
     """For each prompt, the host that scores its completions; if empty, the hosts take turns, prompt by prompt."""
 
     @property
@@ -225,7 +225,7 @@ class Rollout:
             batch=self.batch.select(prompts),
             completions=tuple(self.completions[row] for row in rows),
             texts=tuple(self.texts[row] for row in rows),
-            told=tuple(self.told[prompt] for prompt in prompts) if self.told else (),
+            scoring_hosts=tuple(self.scoring_hosts[prompt] for prompt in prompts) if self.scoring_hosts else (),
         )
 
 

@@ -235,10 +235,9 @@ class Link:
                 return _found("numpy.array")(self._decode(items), kind)
             case ["class", module, name, base]:
                 found = getattr(sys.modules.get(module), name, None)
-                error = isinstance(found, type) and issubclass(found, BaseException)
-                if (error and module[:8] != "unittest") or (module == "builtins" and isinstance(found, type)):
-                    return found  # but not unittest's SkipTest, by which a program would pass
-                if (module, name) not in self._errors:
+                if isinstance(found, type) and (module == "builtins" or _raisable(found)):
+                    return found
+                if (module, name) not in self._errors:  # a class of the other process's own
                     body = {"_told": None, "__getattr__": lambda self, name: getattr(self._told, name)}
                     self._errors[module, name] = type(name, (self._decode(base),), body)
                 return self._errors[module, name]
@@ -249,6 +248,11 @@ class Link:
         error: Any = found.__new__(found, *given) if issubclass(found, BaseException) else RuntimeError()
         error.args, error._told = given, self._decode(told)
         return error
+
+
+def _raisable(kind: type) -> bool:
+    """Whether a class is an error that the other end may raise here; by unittest's SkipTest a program would pass."""
+    return issubclass(kind, BaseException) and not kind.__module__.startswith("unittest")
 
 
 def _found(name: str) -> Any:
