@@ -109,7 +109,7 @@ def _worst(name: str, finding: Finding, hosts: Hosts) -> Finding:
     """Return the worst finding of all hosts, with the host's number."""
     if hosts.count == 1:
         return finding
-    told = hosts.share(f"row {name}", asdict(finding), dict[str, Any])
-    host = max(range(len(told)), key=lambda index: ORDER.index(told[index]["verdict"]))
-    worst = Finding(**told[host])
+    findings = hosts.share(f"row {name}", asdict(finding), dict[str, Any])
+    host = max(range(len(findings)), key=lambda index: ORDER.index(findings[index]["verdict"]))
+    worst = Finding(**findings[host])
     return worst if worst.verdict == "works" else replace(worst, text=f"host {host}: {worst.text}")

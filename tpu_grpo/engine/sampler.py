@@ -53,7 +53,7 @@ def sampling_params(rollout: RolloutSection) -> SamplingParams:
 
 def completion_text(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
     """Return the text of all tokens after the prompt, including an environment's answers, without special tokens."""
-    return decode(tokenizer, completion.said_ids, skip_special_tokens=True)
+    return decode(tokenizer, completion.conversation_ids, skip_special_tokens=True)
 
 
 @dataclass(frozen=True)

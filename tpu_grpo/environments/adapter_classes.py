@@ -206,8 +206,8 @@ def _observed(observation: Any) -> Any:
     fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
     if not isinstance(fields, Mapping):
         return fields
-    told = {name: value for name, value in fields.items() if name not in _BOOKKEEPING and value is not None}
-    return next(iter(told.values())) if len(told) == 1 else json.dumps(told, ensure_ascii=False, default=str)
+    shown = {name: value for name, value in fields.items() if name not in _BOOKKEEPING and value is not None}
+    return next(iter(shown.values())) if len(shown) == 1 else json.dumps(shown, ensure_ascii=False, default=str)
 
 
 OPTION = "adapter"

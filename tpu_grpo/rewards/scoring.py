@@ -227,11 +227,12 @@ class Scoring:
 
         The scores' ``seconds`` do not include the time before this call.
         """
-        started, own = time.perf_counter(), range(len(self._batch.prompts)) if prompts is None else prompts
+        started = time.perf_counter()
+        own = range(len(self._batch.prompts)) if prompts is None else prompts
         for number, rollout in enumerate(rollouts):
             for prompt in own:
                 rows = slice(prompt * rollout.group_size, (prompt + 1) * rollout.group_size)
-                self.add(prompt, rollout.completions[rows], rollout.texts[rows], number)
+                self.add(prompt, rollout.completions[rows], rollout.texts[rows], number)  # ignored if it was added
         for runner in self._first:
             runner.end()
         found = []

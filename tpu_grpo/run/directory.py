@@ -158,9 +158,10 @@ def _checked_changes(
 
     ``here`` are the `sources` of this run, and ``allowed`` the names in checkpoint.allow_changes.
     """
-    known, changed, names = directory / SOURCES_FILE, [*changed], {change.name for change in changed}
-    files = changed_sources(_sources_in(known) if known.exists() else {}, here)
-    changed += [change for change in files if change.name not in names]
+    path = directory / SOURCES_FILE
+    earlier = _sources_in(path) if path.exists() else {}
+    names = {change.name for change in changed}
+    changed = [*changed, *(change for change in changed_sources(earlier, here) if change.name not in names)]
     records = {CONFIG_FILE: [EVERYTHING], SOURCES_FILE: list(here), DATA_FILE: ["data"]} if steps else {}
     missing = [(file, name) for file, of_file in records.items() if not (directory / file).exists() for name in of_file]
     changed += [Change(name, f"unknown, as {file} is missing", "as given now", "results") for file, name in missing]

@@ -87,14 +87,14 @@ def _run_child(job: Mapping[str, Any], limits: Limits) -> list[str]:
             start_new_session=True,
         )
         try:
-            said, _ = child.communicate(json.dumps(job).encode(), timeout=limits.seconds + 1.0)
+            output, _ = child.communicate(json.dumps(job).encode(), timeout=limits.seconds + 1.0)
         except subprocess.TimeoutExpired:
-            said = b""
+            output = b""
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             rest, _ = child.communicate()
-    return (said or rest).decode().splitlines()
+    return (output or rest).decode().splitlines()
 
 
 def wall(directory: str, file_mb: int) -> list[str]:
