@@ -89,7 +89,7 @@ BROAD_EXCEPTS = {
     "tpu_grpo/rewards/scoring.py:ask_one": "a thread's exception; raised again where the result is awaited",
     "tpu_grpo/workers/attributes.py:keep": "runs the user's code; what cannot be kept is named with the reason",
     "tpu_grpo/workers/attributes.py:rebuilt": "unpickles the user's objects; re-raised with the attribute's name",
-    "tpu_grpo/workers/sandbox_child.py:_passes": "runs a model's code; every way to end is a failure",
+    "tpu_grpo/workers/sandbox_child.py:_succeeds": "runs a model's code; every way to end is a failure",
     "tpu_grpo/workers/sandbox_child.py:_script": "runs a model's code; every way to end is told to the model",
     "tpu_grpo/workers/sandbox_link.py:_answer": "runs a model's code; every way to end is told to its tests",
     "tpu_grpo/workers/sandbox_link.py:ask": "reads what a model's code wrote; ends its tests, and no more",

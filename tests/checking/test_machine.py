@@ -61,13 +61,13 @@ def test_a_row_is_begun_and_ended_and_those_that_need_a_broken_one_are_not_reach
     assert told[::2] == ["a", "b", "c"]
     findings = [done.finding for done in told[1::2]]
     assert [finding.verdict for finding in findings] == ["works", "broken", "not reached"]
-    assert findings[1].said == "ZeroDivisionError: of a kind"
-    assert findings[2].said == "it needs the row b"
+    assert findings[1].text == "ZeroDivisionError: of a kind"
+    assert findings[2].text == "it needs the row b"
 
 
 def test_the_worst_of_all_hosts_counts() -> None:
     told: list[Any] = []
-    hosts = TwoHosts(lambda finding: finding | {"verdict": "broken", "said": "hot", "remedy": "cool it"})
+    hosts = TwoHosts(lambda finding: finding | {"verdict": "broken", "text": "hot", "remedy": "cool it"})
     run_rows([Row("a", 1, lambda _: Finding("works", "yes"))], None, told.append, lambda: hosts)
     assert told[1].finding == Finding("broken", "host 1: hot", "cool it")
 
@@ -97,8 +97,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", without_flax)
     finding = found("packages", machine.packages)
     assert finding.verdict == "broken"
-    assert "flax is missing" in finding.said
-    assert "orbax-checkpoint must be" in finding.said
+    assert "flax is missing" in finding.text
+    assert "orbax-checkpoint must be" in finding.text
     assert finding.remedy == "uv sync"
 
 
@@ -110,19 +110,19 @@ def test_a_host_with_another_file_is_named(tmp_path: Path) -> None:
 
     finding = found("hosts", machine.meet, shared(tmp_path, TwoHosts(other)))
     assert finding.verdict == "broken"
-    assert "data file of data.path differs: host 0 has " in finding.said
-    assert found("hosts", machine.meet, shared(tmp_path, TwoHosts())).said.startswith("2 hosts agree on ")
+    assert "data file of data.path differs: host 0 has " in finding.text
+    assert found("hosts", machine.meet, shared(tmp_path, TwoHosts())).text.startswith("2 hosts agree on ")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     finding = found("hosts", machine.meet, shared(tmp_path, Hosts()))
-    assert finding.said == "data file of data.path is not readable: FileNotFoundError"
+    assert finding.text == "data file of data.path is not readable: FileNotFoundError"
 
 
 def test_a_clock_that_is_off_by_an_hour_is_named(tmp_path: Path) -> None:
     assert found("clocks", machine.clocks, shared(tmp_path, TwoHosts())).verdict == "works"
     finding = found("clocks", machine.clocks, shared(tmp_path, TwoHosts(lambda seconds: seconds + 3600)))
-    assert (finding.verdict, finding.said) == ("broken", "the clock of host 1 is +3600 s off host 0's")
+    assert (finding.verdict, finding.text) == ("broken", "the clock of host 1 is +3600 s off host 0's")
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_memory_that_is_taken_is_named(used: float, verdict: str, said: str, mon
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
     finding = found("memory", machine.memory, SimpleNamespace(generation=V5E))
     assert finding.verdict == verdict
-    assert said in finding.said
+    assert said in finding.text
 
 
 def test_a_host_without_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=machine.HOST_BYTES // 2))
     finding = found("memory", machine.memory, SimpleNamespace(generation=None))
-    assert finding.said == "2.0 GiB of the host's memory are free, a run needs 4"
+    assert finding.text == "2.0 GiB of the host's memory are free, a run needs 4"
 
 
 # --- which devices there are -----------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def test_devices_that_are_missing_taken_or_hidden_are_told_apart(
 ) -> None:
     for name in machine.ACCELERATOR:
         monkeypatch.delenv(name, raising=False)
-    assert machine.device_files(None, tmp_path).said.startswith("no TPU in this machine")
+    assert machine.device_files(None, tmp_path).text.startswith("no TPU in this machine")
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-    assert "though this is a machine of v5litepod-8" in machine.device_files(None, tmp_path).said
+    assert "though this is a machine of v5litepod-8" in machine.device_files(None, tmp_path).text
     (tmp_path / "accel0").touch()
     monkeypatch.delenv("JAX_PLATFORMS")
     assert machine.device_files(None, tmp_path).verdict == "works"
@@ -165,10 +165,10 @@ def test_devices_that_are_missing_taken_or_hidden_are_told_apart(
         finding = machine.device_files(None, tmp_path)
         holder.communicate(b"\n")
     assert finding.verdict == "broken"
-    assert f"taken by process {holder.pid} ({sys.executable}" in finding.said
+    assert f"taken by process {holder.pid} ({sys.executable}" in finding.text
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert machine.device_files(None, tmp_path).remedy == "unset JAX_PLATFORMS"
-    assert str(os.getpid()) not in finding.said
+    assert str(os.getpid()) not in finding.text
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_why_jax_has_no_devices_is_told_apart(error: str, said: str, monkeypatch
     monkeypatch.setattr(jax, "devices", refuse)
     finding = found("devices", machine.devices, SimpleNamespace(hosts=Hosts()))
     assert finding.verdict == "broken"
-    assert finding.said.startswith(said)
+    assert finding.text.startswith(said)
 
 
 @pytest.mark.parametrize(

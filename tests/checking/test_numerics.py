@@ -66,7 +66,7 @@ def test_the_other_rows_work(small: Shared) -> None:
     first = numerics.compile_programs, numerics.attention, numerics.log_probabilities("bfloat16"), numerics.decode_loop
     speeds = measured_rates.products, measured_rates.bandwidth, measured_rates.links, measured_rates.kernel
     works(small, *first, numerics.filters, numerics.sampler, *speeds, measured_rates.prefill)
-    assert "a launch, plans assume" in measured_rates.host_time(small).said
+    assert "a launch, plans assume" in measured_rates.host_time(small).text
     *_, plan = works(small, measured_rates.learner, measured_rates.plan)
     assert plan.figures.keys() == {"decode_step", "rollout", "update", "sync"}
     assert all(value > 0 for value in plan.figures.values())
@@ -81,7 +81,7 @@ def test_a_kernel_that_is_off_is_named(small: Shared, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gather_attention, "decode_attention", lambda *given: attend(*given) + 1e-3)
     finding = numerics.attention(small)
     assert finding.verdict == "broken"
-    assert finding.said.startswith("gather attention in float32 off by 0.001, must be within 2e-05")
+    assert finding.text.startswith("gather attention in float32 off by 0.001, must be within 2e-05")
 
 
 def test_a_filter_that_drops_a_token_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +94,8 @@ def test_a_filter_that_drops_a_token_is_named(small: Shared, monkeypatch: pytest
     monkeypatch.setattr(numerics, "filter_logits", wrong)
     finding = numerics.filters(small)
     assert finding.verdict == "broken"
-    assert "1 tokens of 300 were wrongly dropped" in finding.said
-    assert finding.said.startswith("with {'top_k': 50.0, 'top_p': 0.8")
+    assert "1 tokens of 300 were wrongly dropped" in finding.text
+    assert finding.text.startswith("with {'top_k': 50.0, 'top_p': 0.8")
 
 
 @pytest.mark.full
@@ -106,7 +106,7 @@ def test_another_noise_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) 
         "sample_tokens",
         lambda logits, columns: right(logits, columns._replace(position=columns.position + 1)),
     )
-    assert "drawn tokens are not those of their keys" in numerics.sampler(small).said
+    assert "drawn tokens are not those of their keys" in numerics.sampler(small).text
 
 
 def test_a_wrong_type_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_a_wrong_type_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(EngineOptions, "from_config", lambda *a, **k: replace(right(*a, **k), dtype="bfloat16"))
     finding = numerics.log_probabilities("float32")(Shared(small.config, small.directory, Hosts))
     assert finding.verdict == "broken"
-    assert finding.said.startswith("all numbers must be float32, got the engine's ")
+    assert finding.text.startswith("all numbers must be float32, got the engine's ")
 
 
 @pytest.mark.full
@@ -131,7 +131,7 @@ def test_a_sync_that_forgets_a_leaf_is_named(small: Shared, monkeypatch: pytest.
     monkeypatch.setattr(WeightSync, "_is_done", forget)
     finding = numerics.weight_sync(small)
     assert finding.verdict == "broken"
-    assert any(f"the sampler's {name} is off by up to" in finding.said for name in forgotten)
+    assert any(f"the sampler's {name} is off by up to" in finding.text for name in forgotten)
 
 
 @pytest.mark.full
@@ -158,7 +158,7 @@ def test_a_slow_link_is_named(small: Shared, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(small, "rates", {"flops_per_second": 1e10, "memory_bytes_per_second": 1e10})
     finding = measured_rates.links(small)
     assert finding.verdict == "works but slow"
-    assert finding.said.startswith("each of 4 devices sends 0.0")
+    assert finding.text.startswith("each of 4 devices sends 0.0")
     assert "of one slice" in finding.remedy
 
 
@@ -169,7 +169,7 @@ def test_a_slow_chip_is_named(share: float, verdict: str, monkeypatch: pytest.Mo
     given: Any = SimpleNamespace(generation=V5E, rates={})
     finding: Finding = measured_rates.products(given)
     assert finding.verdict == verdict
-    assert f"{share:.0%} of the 197 of v5e" in finding.said
+    assert f"{share:.0%} of the 197 of v5e" in finding.text
 
 
 def test_noise_is_that_of_the_sampler() -> None:

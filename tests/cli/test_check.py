@@ -15,7 +15,7 @@ from tpu_grpo.cli.check import main, rows
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check.py"
 WORKS = {"row": "hosts", "budget": 15, "seconds": 1.5}
-WORKS["finding"] = {"verdict": "works", "said": "one host", "remedy": "", "figures": {}}
+WORKS["finding"] = {"verdict": "works", "text": "one host", "remedy": "", "figures": {}}
 
 
 def process_that(directory: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Any], end: str) -> None:
@@ -54,7 +54,7 @@ def test_the_row_in_which_a_process_died_is_named(
     assert record["works"] is False
     found = {done["row"]: done["finding"] for done in record["rows"]}
     assert found[row]["verdict"] == "broken"
-    assert found[row]["said"].startswith(said)
+    assert found[row]["text"].startswith(said)
     assert found["killed run"]["verdict"] == "not reached"
     assert said in capsys.readouterr().out.partition("--- to paste ---")[2]
 
@@ -71,7 +71,7 @@ def test_it_leaves_a_file_and_a_page_and_exits_with_0(
     record = json.loads((tmp_path / "run_check" / "check.json").read_text())
     assert (record["works"], record["generation"], record["rates"]) == (True, "v5e", {"memory": 0.7})
     assert record["planned"] == {"update": 2.5}
-    assert record["rows"][-1]["finding"]["said"] == "it <continued>"
+    assert record["rows"][-1]["finding"]["text"] == "it <continued>"
     assert "it &lt;continued&gt;" in (tmp_path / "run_check" / "check.html").read_text()
     printed = capsys.readouterr().out
     assert "check of builtin:addition: 5 rows work, 0 but slow, 0 do not" in printed

@@ -11,9 +11,9 @@ from tpu_grpo.engine.load_balancing import (
     Load,
     divided_places,
     expected_tokens,
-    host_told,
     make_groups,
     places_for,
+    reporting_host,
     steps_between_points,
 )
 from tpu_grpo.records.errors import ConfigError
@@ -129,13 +129,13 @@ def test_every_request_is_told_to_one_host_that_serves_it() -> None:
     def told(*drivers: tuple[int, ...]) -> list[int]:
         dealer = Dealer(singles(1, 1, 1, 1), drivers)
         dealer.deal(idle(len(drivers)))
-        return dealer.told
+        return dealer.reporting_hosts
 
     assert told((0,), (0,), (1,), (1,)) == [0, 0, 1, 1]
     assert told((0, 1)) == [0, 1, 0, 1]
     assert told((0, 1), (2, 3)) == [0, 2, 1, 3]
     assert told((0, 1, 2)) == [0, 1, 2, 0]
-    assert host_told(5, (2, 3), replicas=2) == 2
+    assert reporting_host(5, (2, 3), replicas=2) == 2
 
 
 def test_the_environments_of_a_host_are_divided_among_its_replicas() -> None:

@@ -110,7 +110,7 @@ def test_tokens_do_not_depend_on_what_is_expected_nor_on_what_waits(checkpoint: 
     known = [float(request.sampling.max_new_tokens) for request in asked]
     blind = replicas.generate(asked)
     assert [len(completion.token_ids) for completion in blind] == known
-    assert sorted({*replicas.told}) == [0]
+    assert sorted({*replicas.reporting_hosts}) == [0]
     assert tokens(replicas.generate(asked, None, known)) == tokens(blind)
     assert 0 <= replicas.figures["rollout/idle_share"] < 0.2
     half = [value if i % 4 < 2 else None for i, value in enumerate(known)]

@@ -37,7 +37,7 @@ class ScriptedEngine:
 
     def __init__(self, tells: Sequence[int]):
         self.figures: Mapping[str, float] = {}
-        self.told: Sequence[int] = ()
+        self.reporting_hosts: Sequence[int] = ()
         self._tells = tells
 
     def forget_prefixes(self) -> None: ...
@@ -57,7 +57,7 @@ class ScriptedEngine:
             raise RuntimeError("no more")
         for row in self._tells:
             finished(row, letter(row))
-        self.told = [0 if row in self._tells else 1 for row in range(len(requests))]
+        self.reporting_hosts = [0 if row in self._tells else 1 for row in range(len(requests))]
         return lambda: [self.answer(row) for row in range(len(requests))]
 
     def answer(self, row: int) -> Completion:
@@ -88,7 +88,7 @@ def test_groups_are_passed_on_when_they_are_whole_and_decoded_once() -> None:
 
     rollout = sampler.rollout(PromptBatch(1, PROMPTS), ended, [7.5, None, 2.0])
     assert engine.known == [7.5, 7.5, None, None, 2.0, 2.0]
-    assert rollout.told == (0, 1, 0)
+    assert rollout.scoring_hosts == (0, 1, 0)
     assert heard == [(2, [69, 70], ["E", "F"]), (0, [65, 66], ["A", "B"])]
     assert rollout.texts == ("A", "B", "C", "D", "E", "F")
     assert sorted(tokenizer.decoded) == ["A", "B", "C", "D", "E", "F"]
@@ -112,7 +112,7 @@ def test_answers_are_passed_on_by_mode() -> None:
     greedy, sampled = sampler.answer(PROMPTS, modes, ended)
     assert heard == [("greedy", 2, ["C"]), ("greedy", 0, ["A"]), ("sampled", 2, ["H", "I"]), ("sampled", 0, ["D", "E"])]
     assert (greedy.texts, sampled.texts) == (("A", "B", "C"), ("D", "E", "F", "G", "H", "I"))
-    assert greedy.told == sampled.told == (0, 1, 0)
+    assert greedy.scoring_hosts == sampled.scoring_hosts == (0, 1, 0)
     assert sorted(tokenizer.decoded) == list("ABCDEFGHI")
     assert sampler.answer(PROMPTS, modes)[0].texts == greedy.texts  # whoever wants to hear nothing passes nothing
 

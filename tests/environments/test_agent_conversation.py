@@ -153,7 +153,7 @@ def test_a_template_that_drops_thinking_begins_a_branch() -> None:
     whole = talk.completion()
     assert whole.episode.turns[0].observed == len(ids("qwen3", written("sure?")))
     heard = [*ids("qwen3", "<think>\nhm\n</think>\n\n47<|im_end|>" + written("sure?") + "yes<|im_end|>")]
-    assert whole.said_ids.tolist() == heard
+    assert whole.conversation_ids.tolist() == heard
 
 
 def test_tools_are_those_of_the_request() -> None:

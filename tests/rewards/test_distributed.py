@@ -73,7 +73,7 @@ with DistributedRewards(open_rewards(specs, ()), hosts, compared=["length"]).beg
     for p in (4, 0, 3):
         if told[p] == hosts.index:
             scoring.add(p, rollout.completions[2 * p : 2 * p + 2], texts[2 * p : 2 * p + 2])
-    [scores] = scoring.finish([replace(rollout, told=told)])
+    [scores] = scoring.finish([replace(rollout, scoring_hosts=told)])
 """
 """The same rows; hosts hear of groups while they are sampled, of groups 1 and 2 only with the rollout."""
 FEWER = """

@@ -96,7 +96,7 @@ def test_rounds_are_put_together_in_order() -> None:
     assert both.rollout.texts == tuple(map(str, [0, 1, 2, 3, *range(10, 16)]))
     assert both.scores.total.tolist() == [0, 1, 2, 3, *range(10, 16)]
     assert both.scores.by_name["a"].tolist() == [v / 2 for v in (0, 1, 2, 3, *range(10, 16))]
-    assert (both.rollout.seconds, both.scores.seconds, both.rollout.told) == (4.0, 0.5, (0, 0, 1, 1, 1))
+    assert (both.rollout.seconds, both.scores.seconds, both.rollout.scoring_hosts) == (4.0, 0.5, (0, 0, 1, 1, 1))
     assert both.rollout.figures == {"rollout/wait_seconds": 1.0, "rollout/occupied_rows": 0.75}
     assert both.scores.figures == {"a": Figure(4.0, "sum", 2), "b": Figure(2 / 3, "mean", 3)}
     assert [values.tolist() for values in both.scores.per_token] == [[row] for row in (0, 1, 2, 3, *range(10, 16))]

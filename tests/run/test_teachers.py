@@ -18,8 +18,9 @@ def config_of(**teacher: Any) -> RunConfig:
 
 
 def notes_of(config: RunConfig, tokenizer: Any = None) -> tuple[str, ...]:
-    given, beta = (config.teachers, read_teachers(config)), config.algorithm.beta
-    return check_teachers(*given, tokenizer or build_byte_tokenizer(), COLUMNS, data=config.data, beta=beta)
+    read = read_teachers(config.teachers, config.model, config.data, config.rollout)
+    given = (config.teachers, read, tokenizer or build_byte_tokenizer(), COLUMNS)
+    return check_teachers(*given, data=config.data, beta=config.algorithm.beta)
 
 
 def test_the_first_token_that_differs_is_named() -> None:

@@ -70,7 +70,8 @@ class Correction:
         """The formula of a token's weight, and the definitions of its names."""
         names = {"token": "rho", "sequence": "prod_t(rho)", "geometric": "exp(mean_t(log(rho)))"}
         weighs = self.mode == "truncate" or self._weighs
-        value, low, high, conditions = "q" if weighs else "1", *map("{:g}".format, self.bounds), []
+        value, conditions = "q" if weighs else "1", []
+        low, high = map("{:g}".format, self.bounds)
         if self.ratio is None:
             value = "1"
         elif self.mode == "truncate":

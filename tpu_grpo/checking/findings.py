@@ -23,7 +23,7 @@ class Finding:
     """The result of checking a row."""
 
     verdict: Verdict
-    said: str
+    text: str
     remedy: str = ""
     """What to do; empty if the row works."""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -56,14 +56,14 @@ class Done:
         """Return the row as a line of the printed block."""
         found = self.finding
         do = f"; do: {found.remedy}" if found.remedy else ""
-        return f"{self.row:24}{found.verdict:16}{self.seconds:6.1f} of {self.budget:3.0f} s  {found.said}{do}"
+        return f"{self.row:24}{found.verdict:16}{self.seconds:6.1f} of {self.budget:3.0f} s  {found.text}{do}"
 
 
 def within(gap: float, bound: float, what: str, remedy: str) -> Finding:
     """Report that a row works if the difference ``gap`` is at most ``bound``; a larger gap or NaN means broken."""
     works = gap <= bound
-    said = f"{what} off by {gap:.2g}, {'within' if works else 'must be within'} {bound:.2g}"
-    return Finding("works" if works else "broken", said, "" if works else remedy, {"difference": gap, "bound": bound})
+    text = f"{what} off by {gap:.2g}, {'within' if works else 'must be within'} {bound:.2g}"
+    return Finding("works" if works else "broken", text, "" if works else remedy, {"difference": gap, "bound": bound})
 
 
 def run_rows(
@@ -109,7 +109,7 @@ def _worst(name: str, finding: Finding, hosts: Hosts) -> Finding:
     """Return the worst finding of all hosts, with the host's number."""
     if hosts.count == 1:
         return finding
-    told = hosts.share(f"row {name}", asdict(finding), dict[str, Any])
-    host = max(range(len(told)), key=lambda index: ORDER.index(told[index]["verdict"]))
-    worst = Finding(**told[host])
-    return worst if worst.verdict == "works" else replace(worst, said=f"host {host}: {worst.said}")
+    findings = hosts.share(f"row {name}", asdict(finding), dict[str, Any])
+    host = max(range(len(findings)), key=lambda index: ORDER.index(findings[index]["verdict"]))
+    worst = Finding(**findings[host])
+    return worst if worst.verdict == "works" else replace(worst, text=f"host {host}: {worst.text}")

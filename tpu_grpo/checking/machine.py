@@ -79,8 +79,8 @@ def device_files(_: Any, devices: Path = Path("/dev")) -> Finding:
     if holders := list(_holders(files)):
         return Finding("broken", f"the TPU is taken by {'; '.join(holders)}", "end that process, or wait for its end")
     if os.environ.get("JAX_PLATFORMS") == "cpu":
-        said = f"{len(files)} TPU devices, which JAX_PLATFORMS=cpu hides: what follows is of the CPU"
-        return Finding("works but slow", said, "unset JAX_PLATFORMS")
+        text = f"{len(files)} TPU devices, which JAX_PLATFORMS=cpu hides: what follows is of the CPU"
+        return Finding("works but slow", text, "unset JAX_PLATFORMS")
     return Finding("works", f"{len(files)} TPU devices, which no other process has")
 
 
@@ -127,8 +127,8 @@ def clocks(shared: Any) -> Finding:
     gaps = {name: seconds - found["host 0"] for name, seconds in found.items()}
     worst = max(gaps, key=lambda name: abs(gaps[name]))
     if abs(gaps[worst]) > CLOCK_SECONDS:
-        said = f"the clock of {worst} is {gaps[worst]:+.0f} s off host 0's"
-        return Finding("broken", said, "turn on NTP (timedatectl set-ntp true)", {"seconds": gaps[worst]})
+        text = f"the clock of {worst} is {gaps[worst]:+.0f} s off host 0's"
+        return Finding("broken", text, "turn on NTP (timedatectl set-ntp true)", {"seconds": gaps[worst]})
     return Finding("works", f"clocks within {abs(gaps[worst]):.2f} s", figures={"seconds": gaps[worst]})
 
 
@@ -142,32 +142,32 @@ def devices(shared: Any) -> Finding:
         return _refused(str(error))
     kind, platform = found[0].device_kind, found[0].platform
     shared.generation = next((g for g in GENERATIONS if kind in g.device_kinds), None)
-    said = f"{len(found)} devices of kind {kind} on {shared.hosts.count} hosts"
+    text = f"{len(found)} devices of kind {kind} on {shared.hosts.count} hosts"
     if platform == "cpu":
-        return Finding("works", said)
+        return Finding("works", text)
     if shared.generation is None:
         known = ", ".join(generation.name for generation in GENERATIONS)
-        return Finding("works but slow", f"{said}, a generation that plans do not know", f"plan for one of {known}")
+        return Finding("works but slow", f"{text}, a generation that plans do not know", f"plan for one of {known}")
     named = next((os.environ[name] for name in ACCELERATOR if os.environ.get(name)), None)
     slices = shared.config.meshes.slices
     if named and parse_slice(named).devices * slices != len(found):
         remedy = "start the same command on all workers; unset TPU_VISIBLE_DEVICES; correct meshes.slices"
-        return Finding("broken", f"{said}, though the slice is {named} and meshes.slices={slices}", remedy)
-    return Finding("works", f"{said}: {shared.generation.name}")
+        return Finding("broken", f"{text}, though the slice is {named} and meshes.slices={slices}", remedy)
+    return Finding("works", f"{text}: {shared.generation.name}")
 
 
 def _refused(error: str) -> Finding:
     """Explain, from the text of jax's error, why jax found no devices."""
-    low, said = error.lower(), " ".join(error.split())[:300]
+    low, text = error.lower(), " ".join(error.split())[:300]
     if any(word in low for word in ("already in use", "in use by", "device or resource busy")):
         return Finding(
-            "broken", f"the TPU is taken by another process: {said}", "end that process (sudo lsof -w /dev/accel*)"
+            "broken", f"the TPU is taken by another process: {text}", "end that process (sudo lsof -w /dev/accel*)"
         )
     if any(word in low for word in ("version", "driver", "firmware")):
         runtimes = ", ".join(f"{generation.runtime} on {generation.name}" for generation in GENERATIONS)
         remedy = f"create the slice with the runtime for JAX: {runtimes}"
-        return Finding("broken", f"the machine's runtime version does not fit libtpu: {said}", remedy)
-    return Finding("broken", f"no device was found: {said}", "restart the machine; look at /tmp/tpu_logs")
+        return Finding("broken", f"the machine's runtime version does not fit libtpu: {text}", remedy)
+    return Finding("broken", f"no device was found: {text}", "restart the machine; look at /tmp/tpu_logs")
 
 
 def memory(shared: Any) -> Finding:
@@ -177,18 +177,18 @@ def memory(shared: Any) -> Finding:
     host = psutil.virtual_memory().available
     figures: dict[str, float] = {"host_free_bytes": host}
     if host < HOST_BYTES:
-        said = f"{host / GIB:.1f} GiB of the host's memory are free, a run needs {HOST_BYTES / GIB:.0f}"
-        return Finding("broken", said, "end other processes", figures)
+        text = f"{host / GIB:.1f} GiB of the host's memory are free, a run needs {HOST_BYTES / GIB:.0f}"
+        return Finding("broken", text, "end other processes", figures)
     if shared.generation is None:
         return Finding("works", f"{host / GIB:.1f} GiB of the host's memory are free", figures=figures)
     stats: list[Any] = [device.memory_stats() for device in jax.local_devices()]
     free = min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
     expected = shared.generation.chip.memory_bytes
     figures |= {"free_bytes": free, "chip_bytes": expected}
-    said = f"{free / GIB:.2f} of {expected / GIB:.2f} GiB of a chip are free, {host / GIB:.1f} GiB of the host"
+    text = f"{free / GIB:.2f} of {expected / GIB:.2f} GiB of a chip are free, {host / GIB:.1f} GiB of the host"
     if free < FREE_SHARE * expected:
-        return Finding("broken", said, "end the process that has the rest; restart the machine", figures)
-    return Finding("works", said, figures=figures)
+        return Finding("broken", text, "end the process that has the rest; restart the machine", figures)
+    return Finding("works", text, figures=figures)
 
 
 # --- a run that is killed --------------------------------------------------------------------------------------------
@@ -224,8 +224,8 @@ def killed_run(host: int, words: Sequence[str], directory: Path, wait_seconds: f
     after = _digests(directory)
     again = {step: tokens for step, tokens in before.items() if step <= CONTINUED_STEPS}
     if first and (wrong := [step for step, tokens in again.items() if after.get(step) != tokens]):
-        said = f"step {wrong[0]} is not the same after the run was continued from step {saved}"
-        return Finding("broken", said, f"paste this block and {log} into an issue")
+        text = f"step {wrong[0]} is not the same after the run was continued from step {saved}"
+        return Finding("broken", text, f"paste this block and {log} into an issue")
     return Finding("works", f"a run was killed, and continued after step {saved} with the same tokens")
 
 
@@ -260,6 +260,6 @@ def _until(done: Callable[[], bool], seconds: float) -> bool:
     return there
 
 
-def _failed(said: str, log: Path) -> Finding:
+def _failed(text: str, log: Path) -> Finding:
     last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-    return Finding("broken", f"{said}: {' '.join(last)[:300]}", f"what {log} says")
+    return Finding("broken", f"{text}: {' '.join(last)[:300]}", f"what {log} says")

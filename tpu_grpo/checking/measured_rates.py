@@ -61,18 +61,18 @@ def generation_of(shared: Shared) -> Generation:
     return Generation("cpu", "cpu", "", 1, 2, (), "", "", Chip(0, flops, memory, 1e9, 1e9))
 
 
-def _timed(said: str, figures: dict[str, float], *, slow: bool = False, remedy: str = "") -> Finding:
+def _timed(text: str, figures: dict[str, float], *, slow: bool = False, remedy: str = "") -> Finding:
     """Report what was timed, with a remedy if it is slow."""
-    return Finding("works but slow" if slow else "works", said, remedy if slow else "", figures)
+    return Finding("works but slow" if slow else "works", text, remedy if slow else "", figures)
 
 
 def _speed(shared: Shared, found: float, paper: float, unit: str) -> Finding:
     """Report the speed ``found``; on a TPU, compared with its nominal speed ``paper``."""
-    said, figures = f"{found:,.4g} {unit}", {"per_second": found}
+    text, figures = f"{found:,.4g} {unit}", {"per_second": found}
     if shared.generation is None:
-        return _timed(said, figures)
-    said = f"{said}, {found / paper:.0%} of the {paper:,.4g} of {shared.generation.name}"
-    return _timed(said, figures, slow=found < SLOW * REACHED * paper, remedy=CHIP_REMEDY)
+        return _timed(text, figures)
+    text = f"{text}, {found / paper:.0%} of the {paper:,.4g} of {shared.generation.name}"
+    return _timed(text, figures, slow=found < SLOW * REACHED * paper, remedy=CHIP_REMEDY)
 
 
 def products(shared: Shared) -> Finding:
@@ -122,11 +122,11 @@ def links(shared: Shared) -> Finding:
     paper = generation_of(shared).sent_bytes_per_second(len(devices))
     shared.rates |= {"links": found / paper, "allreduce_seconds": least}
     expected = Rates().links * paper if chip else CPU_LINKS / SLOW
-    said = f"each of {len(devices)} devices sends {found / 1e9:.3g} GB/s, plans assume {expected / 1e9:.3g}"
+    text = f"each of {len(devices)} devices sends {found / 1e9:.3g} GB/s, plans assume {expected / 1e9:.3g}"
     if not (slow := found < SLOW * expected):
-        said += f"; an all-reduce takes at least {least * 1e6:.0f} us"
+        text += f"; an all-reduce takes at least {least * 1e6:.0f} us"
     remedy = "see that hosts are of one slice (or one network), and that no other program uses it"
-    return _timed(said, {"bytes_per_second": found, "least_seconds": least}, slow=slow, remedy=remedy)
+    return _timed(text, {"bytes_per_second": found, "least_seconds": least}, slow=slow, remedy=remedy)
 
 
 def kernel(shared: Shared) -> Finding:
@@ -141,11 +141,11 @@ def kernel(shared: Shared) -> Finding:
     layer = build.engine.cache_specs[0]
     read = rows * length * 2 * kv_heads * width * layer.dtype.itemsize / build.meshes.tensor
     shared.rates["cache_bytes_per_second"] = speed = read / seconds
-    said = f"{speed / 1e9:.3g} GB/s of keys and values for {rows} rows of {length} tokens"
+    text = f"{speed / 1e9:.3g} GB/s of keys and values for {rows} rows of {length} tokens"
     expected = min(Rates().cache_bytes_per_second, generation_of(shared).chip.memory_bytes_per_second)
     slow = shared.generation is not None and speed < SLOW * Rates().memory * expected and read > 2**26
     remedy = "try rollout.page_size=64, or rollout.attention=gather"
-    return _timed(said, {"bytes_per_second": speed, "seconds": seconds}, slow=slow, remedy=remedy)
+    return _timed(text, {"bytes_per_second": speed, "seconds": seconds}, slow=slow, remedy=remedy)
 
 
 def prefill(shared: Shared) -> Finding:
@@ -167,8 +167,8 @@ def prefill(shared: Shared) -> Finding:
     seconds, speed = (time.perf_counter() - started) / REPEATS, generation_of(shared).chip.flops_per_second
     flops = TokenCost.of(build.checkpoint).forward(count * length, length / 2, count) / build.meshes.tensor
     shared.rates["prefill"] = flops / seconds / speed
-    said = f"{count * length / seconds:,.0f} tokens/s an engine, {flops / seconds / speed:.1%} of its products"
-    return _timed(said, {"seconds": seconds, "tokens_per_second": count * length / seconds})
+    text = f"{count * length / seconds:,.0f} tokens/s an engine, {flops / seconds / speed:.1%} of its products"
+    return _timed(text, {"seconds": seconds, "tokens_per_second": count * length / seconds})
 
 
 def host_time(shared: Shared) -> Finding:
@@ -179,9 +179,9 @@ def host_time(shared: Shared) -> Finding:
     )
     expected = host_seconds(sizes, rows=2)
     shared.rates["host"] = seconds / expected
-    said = f"{seconds * 1e3:.2f} ms of the host a launch, plans assume {expected * 1e3:.2f}"
+    text = f"{seconds * 1e3:.2f} ms of the host a launch, plans assume {expected * 1e3:.2f}"
     slow = seconds > expected / SLOW**2
-    return _timed(said, {"seconds": seconds}, slow=slow, remedy="see what else runs on the host")
+    return _timed(text, {"seconds": seconds}, slow=slow, remedy="see what else runs on the host")
 
 
 def learner(shared: Shared) -> Finding:
@@ -197,9 +197,9 @@ def learner(shared: Shared) -> Finding:
     [stage] = [stage for stage in work.step().stages if stage.stage == "update"]
     least = {**stage.beside, **stage.by_cause}["products"]
     shared.rates["products"] = least / seconds
-    said = f"an update of {build.config.batch_rows} rows"
-    said += f"; a model {WIDE:,} wide would reach {least / seconds:.1%} of the devices' products"
-    return _timed(f"{seconds:.3g} s for {said}", {"seconds": seconds})
+    text = f"an update of {build.config.batch_rows} rows"
+    text += f"; a model {WIDE:,} wide would reach {least / seconds:.1%} of the devices' products"
+    return _timed(f"{seconds:.3g} s for {text}", {"seconds": seconds})
 
 
 def plan(shared: Shared) -> Finding:
@@ -212,6 +212,6 @@ def plan(shared: Shared) -> Finding:
         run = AbstractRun(known, whole, meshes, NO_STOP)
         work = StepWork.of(run, replace(generation_of(shared), rates=rates), resident_bytes(run), ())
         planned = work.planned()
-    said = f"a step of the whole model: decode {planned['decode_step'] * 1e3:.3g} ms a step, rollout "
-    said += f"{planned['rollout']:.3g} s, update {planned['update']:.3g} s, sync {planned['sync']:.2g} s"
-    return Finding("works", said, figures=planned)
+    text = f"a step of the whole model: decode {planned['decode_step'] * 1e3:.3g} ms a step, rollout "
+    text += f"{planned['rollout']:.3g} s, update {planned['update']:.3g} s, sync {planned['sync']:.2g} s"
+    return Finding("works", text, figures=planned)

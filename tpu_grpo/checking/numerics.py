@@ -317,8 +317,8 @@ def filters(shared: Shared) -> Finding:
         if len(wrong := np.flatnonzero((kept_BV[row] != exact) & ~near)):
             setting = {name: float(getattr(columns, name)[row]) for name in ("top_k", "top_p", "min_p")}
             what = "dropped" if exact[wrong[0]] else "kept"
-            said = f"with {setting}, {len(wrong)} tokens of {len(logits)} were wrongly {what}, such as {wrong[0]}"
-            return Finding("broken", said, f"sample without filters, and {REPORT}")
+            text = f"with {setting}, {len(wrong)} tokens of {len(logits)} were wrongly {what}, such as {wrong[0]}"
+            return Finding("broken", text, f"sample without filters, and {REPORT}")
     return Finding("works", f"top-k, top-p and min-p keep what a sort of {kept_BV.shape[1]} logits does")
 
 
@@ -366,8 +366,8 @@ def sampler(shared: Shared) -> Finding:
             worst, abs(float(drawn.logprob[row]) - (logits[token] - peak - np.log(np.exp(logits - peak).sum())))
         )
     if wrong:
-        said = f"{wrong} of {len(logits_BV)} drawn tokens are not those of their keys and logits"
-        return Finding("broken", said, REPORT)
+        text = f"{wrong} of {len(logits_BV)} drawn tokens are not those of their keys and logits"
+        return Finding("broken", text, REPORT)
     return within(worst, 1e-4, f"{len(logits_BV)} tokens are those of their keys; log-probabilities are", REPORT)
 
 
@@ -414,8 +414,8 @@ def log_probabilities(dtype: str) -> Callable[[Shared], Finding]:
         found = {side: float(measure(values)) for side, values in gaps.items()}
         bound = EXACT[build.platform] if dtype == "float32" else probe_bound(dtype, build.config.rollout)
         worst = max(found, key=lambda side: found[side] if found[side] == found[side] else math.inf)
-        said = f"the {worst}'s log-probabilities in {dtype}, {kind} of {len(gaps[worst])},"
-        finding = within(found[worst], bound, said, f"see the rows above; else {REPORT}")
+        text = f"the {worst}'s log-probabilities in {dtype}, {kind} of {len(gaps[worst])},"
+        finding = within(found[worst], bound, text, f"see the rows above; else {REPORT}")
         return replace(finding, figures=found)
 
     return check
@@ -445,8 +445,8 @@ def decode_loop(shared: Shared) -> Finding:
             behind = full_TV.max(-1) - full_TV[np.arange(len(ids)), ids]
             if (unlikely := behind > 2 * EXACT[build.platform]).any():
                 place = int(np.argmax(unlikely))
-                said = f"greedy token {place} of row {row} is {behind[place]:.2g} less likely than the likeliest"
-                return Finding("broken", said, f"see the rows above; else {REPORT}")
+                text = f"greedy token {place} of row {row} is {behind[place]:.2g} less likely than the likeliest"
+                return Finding("broken", text, f"see the rows above; else {REPORT}")
         options = replace(
             build.engine.options, steps_per_launch=1, max_running_requests=2, batch_paddings=None, prefill_tokens=64
         )
@@ -466,8 +466,8 @@ def decode_loop(shared: Shared) -> Finding:
         row for row, (a, b) in enumerate(zip(completions, again, strict=True)) if (a.token_ids != b.token_ids).any()
     ]
     if differ:
-        said = f"rows {differ} get other tokens with 2 rows at once and 1 step a launch"
-        return Finding("broken", said, f"try rollout.steps_per_launch=1, and {REPORT}")
+        text = f"rows {differ} get other tokens with 2 rows at once and 1 step a launch"
+        return Finding("broken", text, f"try rollout.steps_per_launch=1, and {REPORT}")
     steps = f"{build.engine.steps_per_launch} and 1 steps a launch"
     return Finding("works", f"greedy tokens are float64's; all {len(asked)} rows are the same with {steps}, and 2 rows")
 
@@ -556,8 +556,8 @@ def weight_sync(shared: Shared) -> Finding:
         result = build.engines.install(build.learner.params())
         worst, gap = build.engines.worst_leaf(build.learner.params())
         if gap:
-            said = f"after an update the sampler's {worst} is off by up to {gap:.2g}"
-            return Finding("broken", said, f"every rollout would be of another policy; {REPORT}")
+            text = f"after an update the sampler's {worst} is off by up to {gap:.2g}"
+            return Finding("broken", text, f"every rollout would be of another policy; {REPORT}")
         build.sampled = None
         asked, completions = build.sample()
         trainer_RT = build.learner.logprobs([request.token_ids for request in asked], completions)

@@ -195,7 +195,7 @@ def _write(directory: Path, model: str, done: "list[Done]", found: dict[str, Any
     write_json(directory / CHECK_FILE, {**record, "planned": planned, **found})
     columns = [Column("row"), Column("verdict"), Column("seconds", is_number=True), Column("found"), Column("do")]
     cells = [
-        [Cell(x) for x in (row.row, row.finding.verdict, f"{row.seconds:.1f}", row.finding.said, row.finding.remedy)]
+        [Cell(x) for x in (row.row, row.finding.verdict, f"{row.seconds:.1f}", row.finding.text, row.finding.remedy)]
         for row in done
     ]
     table = Table("", f"{sum(row.seconds for row in done):.0f} seconds; {used}", columns, cells)

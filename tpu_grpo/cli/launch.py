@@ -131,9 +131,10 @@ def _watch(launcher: Launcher, options: Options) -> None:
         if launcher.gcloud.dry_run:
             return
         run = read_run(into, goes_on=not (into / END_FILE).exists())
-        rewards, before, standing = numbers(run.lines, "rewards/mean"), standing, run.standing
-        if (standing.step, standing.outcome) != (before.step, before.outcome):
-            print(standing.sentence, f"reward {rewards[-1]:.3f}" if rewards else "", flush=True)
+        if (run.standing.step, run.standing.outcome) != (standing.step, standing.outcome):
+            rewards = numbers(run.lines, "rewards/mean")
+            print(run.standing.sentence, f"reward {rewards[-1]:.3f}" if rewards else "", flush=True)
+        standing = run.standing
         if standing.outcome == "going":
             time.sleep(options.poll)
 

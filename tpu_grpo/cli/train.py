@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpu_grpo.cli.starting import CommandParser, config_from_words, exit_code_of, prepare, start
-from tpu_grpo.config import RunConfig, settings
+from tpu_grpo.config import RunConfig, RunSection, settings
 from tpu_grpo.config.run_config import known_names
 from tpu_grpo.config.setting_names import COMMON, nearest
 from tpu_grpo.hosts import Hosts, SignalledStop, StopRequest, Watch, announce, choose_platform, may_have_others
@@ -144,13 +144,13 @@ def _train(config: RunConfig) -> int:
     with SignalledStop(meets_others=may_have_others(config.hosts.count)) as stop:
         with start(config) as (hosts, watch):
             stop.hosts_met(watch.report_end)
-            config, summary, was_done = train_together(config, hosts, watch, stop)
-        if hosts.is_first and was_done:
+            trained = train_together(config, hosts, watch, stop)
+        if hosts.is_first and trained.was_done:
             from tpu_grpo.run.directory import how_it_ended
 
-            print(how_it_ended(config.run, config.optimizer, summary))
+            print(how_it_ended(trained.run, config.optimizer, trained.summary))
         elif hosts.is_first:
-            print(closing_lines(summary))
+            print(closing_lines(trained.summary))
         if hosts.is_first and config.logging.report:
             print(f"look at {config.run_dir}/{REPORT_FILE}")
     return 0
@@ -159,7 +159,8 @@ def _train(config: RunConfig) -> int:
 class Trained(NamedTuple):
     """The result of a run."""
 
-    config: RunConfig
+    run: RunSection
+    """With the steps that ``run.epochs`` stands for."""
     summary: dict[str, Any]
     was_done: bool
     """Whether the run had been completed earlier, so that nothing was done now."""
@@ -184,14 +185,14 @@ def train_together(
         config = inputs.config
     earlier = RunDirectory(config, hosts).look()
     if earlier.summary is not None:
-        return Trained(config, earlier.summary, was_done=True)
+        return Trained(config.run, earlier.summary, was_done=True)
     earlier.refuse()
     callbacks = find_callbacks(config.logging.callbacks, on_step, on_evaluation)
     inputs = inputs or open_inputs(config, lambda: announce(hosts, "checking the data"))
     announce(hosts, "importing trainer and engine")
     from tpu_grpo.run.pipeline import train
 
-    return Trained(config, train(inputs, hosts, watch, stop, callbacks), was_done=False)
+    return Trained(config.run, train(inputs, hosts, watch, stop, callbacks), was_done=False)
 
 
 def closing_lines(summary: dict[str, Any]) -> str:

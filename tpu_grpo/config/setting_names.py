@@ -116,6 +116,7 @@ _ELSEWHERE = """
 algorithm.group_size: num_generations num_return_sequences num_samples_per_prompt n_samples_per_prompt rollout_n n
 algorithm.drop_uninformative: ensure_scores_are_not_same
 rollout.max_new_tokens: max_completion_length max_response_length max_tokens max_token_length response_length
+rollout.max_new_tokens: total_generation_steps
 data.max_prompt_tokens: max_prompt_length max_input_length prompt_length
 data.prompts_per_step: per_device_train_batch_size train_batch_size batch_size total_batch_size global_batch_size
 data.prompts_per_step: rollout_batch_size generation_batch_size

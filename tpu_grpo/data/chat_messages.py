@@ -41,7 +41,7 @@ class Conversation:
 
     def __init__(self, data: DataSection):
         self._data = data
-        self._question = Template(data.prompt_template)
+        self._template = Template(data.prompt_template)
         self._before: list[Message] = []
         if data.system_prompt:
             self._before.append({"role": "system", "content": data.system_prompt})
@@ -61,14 +61,14 @@ class Conversation:
                     f"data.messages={column} must be a column, {where} has {', '.join(record)}; correct it"
                 )
             return [*self._before, *self._recorded(record, column, where)]
-        question = self._question
-        if question.only_column == QUESTION and QUESTION not in record:
-            named = next((name for name in IN_ITS_PLACE if name in record), QUESTION)
-            more = "\n\n{input}" if named == "instruction" and record.get("input") else ""
-            question = Template(f"{{{named}}}{more}")
-        if (column := question.only_column) is not None and looks_like_messages(record.get(column)):
+        template = self._template
+        if template.only_column == QUESTION and QUESTION not in record:
+            column = next((name for name in IN_ITS_PLACE if name in record), QUESTION)
+            appended = "\n\n{input}" if column == "instruction" and record.get("input") else ""
+            template = Template(f"{{{column}}}{appended}")
+        if (column := template.only_column) is not None and looks_like_messages(record.get(column)):
             return [*self._before, *self._recorded(record, column, where)]
-        return [*self._before, {"role": "user", "content": question.fill(record, where)}]
+        return [*self._before, {"role": "user", "content": template.fill(record, where)}]
 
     def _recorded(self, record: Record, name: str, where: str) -> list[Message]:
         messages = read_messages(record[name], name, where)

@@ -121,12 +121,12 @@ class PromptHistory:
         """Replace every host's history by host 0's."""
         columns = np.stack(list(self._table.values()))
 
-        def read(told: tuple[int | None, str]) -> Float[np.ndarray, "kinds prompts"]:
-            self.position = told[0]
-            return unpacked(told[1], columns.size).reshape(columns.shape)
+        def read(shared: tuple[int | None, str]) -> Float[np.ndarray, "kinds prompts"]:
+            self.position = shared[0]
+            return unpacked(shared[1], columns.size).reshape(columns.shape)
 
-        told = self.position, packed(columns.reshape(-1))
-        columns = hosts.broadcast("the history of the prompts", told, tuple[int | None, str], read)
+        shared = self.position, packed(columns.reshape(-1))
+        columns = hosts.broadcast("the history of the prompts", shared, tuple[int | None, str], read)
         self._table = dict(zip(self._table, columns, strict=True))
 
     def close(self) -> None:

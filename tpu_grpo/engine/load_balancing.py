@@ -63,9 +63,9 @@ def expected_tokens(requests: Sequence[Request], known: Sequence[float | None] |
     Other requests get the mean of the known values, or half of the largest ``max_new_tokens`` if no value is known.
     """
     known = known or [None] * len(requests)
-    told = [value for value in known if value is not None]
+    given = [value for value in known if value is not None]
     allowed = max((request.sampling.max_new_tokens for request in requests), default=1)
-    mean = sum(told) / len(told) if told else allowed / 2
+    mean = sum(given) / len(given) if given else allowed / 2
     return [max(1, round(mean if value is None else value)) for value in known]
 
 
@@ -106,7 +106,7 @@ def steps_between_points(requests: Sequence[Request]) -> int:
     return max(FEWEST_STEPS, longest // POINTS)
 
 
-def host_told(group: int, drivers: Sequence[int], replicas: int) -> int:
+def reporting_host(group: int, drivers: Sequence[int], replicas: int) -> int:
     """Choose one of ``drivers``, the hosts that a group's replica runs on, to report the group's completions.
 
     The hosts take turns, by the number of the group, and every host computes the same choice.
@@ -184,11 +184,11 @@ class Dealer:
         return [sorted(share) for share in shares]
 
     @property
-    def told(self) -> list[int]:
+    def reporting_hosts(self) -> list[int]:
         """For each request, the host that reports its completion."""
-        told = {
-            index: host_told(number, self._drivers[owner], len(self._drivers))
+        host_of = {
+            index: reporting_host(number, self._drivers[owner], len(self._drivers))
             for number, owner in self._owners.items()
             for index in self._groups[number].members
         }
-        return [told[index] for index in range(len(told))]
+        return [host_of[index] for index in range(len(host_of))]

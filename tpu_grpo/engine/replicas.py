@@ -45,9 +45,9 @@ from tpu_grpo.engine.load_balancing import (
     Load,
     divided_places,
     expected_tokens,
-    host_told,
     make_groups,
     places_for,
+    reporting_host,
     steps_between_points,
 )
 from tpu_grpo.engine.options import EngineOptions
@@ -142,7 +142,7 @@ class Replicas:
         """The metrics of the engines of the first replica's host in the last ``generate``, by name."""
         self.seconds = 0.0
         """The seconds that the slowest host sampled in the last ``generate``."""
-        self.told: Sequence[int] = ()
+        self.reporting_hosts: Sequence[int] = ()
         """For each request of the last ``generate``, the host that reported its completion."""
 
     @classmethod
@@ -273,9 +273,9 @@ class Replicas:
             dealt = hashlib.sha256(json.dumps(serving.dealer.assigned).encode()).hexdigest()
             steps = {number: (g.steps, g.clock) for number, g in serving.generations.items()}
             digests = {number: engine.digest for number, engine in self.engines.items()}
-            served, told = (dealt, digests, steps, figures), serving.dealer.told
+            served, host_of = (dealt, digests, steps, figures), serving.dealer.reporting_hosts
             for generation in serving.generations.values():  # has only the conversations that this host reports
-                sent |= {i: whole for i, whole in generation.completions.items() if told[i] == self.hosts.index}
+                sent |= {i: whole for i, whole in generation.completions.items() if host_of[i] == self.hosts.index}
 
         def exchange() -> list[Completion]:
             self.figures = self._compare(served)
@@ -283,7 +283,7 @@ class Replicas:
             if conversations is None:
                 layout = self._like.expert_layout if any(request.return_experts for request in requests) else None
                 room = share_bytes(requests, len(self.drivers), self._like.options.context_tokens, layout)
-            completions, self.told = exchange_completions(sent, len(requests), self.hosts, room)
+            completions, self.reporting_hosts = exchange_completions(sent, len(requests), self.hosts, room)
             return completions
 
         return exchange
@@ -294,8 +294,8 @@ class Replicas:
         Returns the metrics of the first replica's host, with the idle share. All hosts see all digests, so if any of
         them differ, LockstepError is raised on all hosts.
         """
-        told = self.hosts.share("scheduling and tokens", served, Served)
-        all_dealt, all_digests, all_steps, all_figures = zip(*told, strict=True)
+        answers = self.hosts.share("scheduling and tokens", served, Served)
+        all_dealt, all_digests, all_steps, all_figures = zip(*answers, strict=True)
         _check_alike("deal requests alike", {host: all_dealt[host] for host in self.drivers})
         for replica in self.replicas:
             found = {host: all_digests[host].get(replica.number, "") for host in replica.hosts}
@@ -308,7 +308,7 @@ class Replicas:
 class Serving:
     """Serves a batch of requests with all replicas, from one synchronization point to the next.
 
-    See ``Replicas.generate`` for the arguments; ``dealer.told`` names the host that reports each completion.
+    See ``Replicas.generate`` for the arguments; ``dealer.reporting_hosts`` names the host that reports each completion.
     """
 
     def __init__(
@@ -355,9 +355,9 @@ class Serving:
     def _turns(self, number: int, conversations: Conversations | None, limits: Limits, replicas: Replicas) -> Turns:
         if conversations is None:
             return Turns(limits)
-        told, partners = functools.partial(self._told, number), replicas.partners.get(number)
+        host_of, partners = functools.partial(self._reporting_host, number), replicas.partners.get(number)
         scheduler = addition("turn_scheduler").TurnScheduler
-        return scheduler(conversations, limits, host_of=told, here=self._hosts.index, partners=partners)
+        return scheduler(conversations, limits, host_of=host_of, here=self._hosts.index, partners=partners)
 
     def run(self) -> EngineUse:
         """Sample all completions; returns the seconds in which no engine was ready, as `advance_all` does."""
@@ -383,20 +383,20 @@ class Serving:
     def _gather(self, point: int) -> list[Load]:
         """Share the loads of this host's replicas at a synchronization point, and return the loads of all replicas."""
 
-        def read(host: int, told: AtPoint) -> AtPoint:
-            if told[0].keys() != (driven := {n for n, drivers in enumerate(self._drivers) if host in drivers}):
-                raise ValueError(f"host {host} drives the replicas {driven}, got {told[0].keys()}")
-            if not told[1].keys() <= self._group_of.keys():
-                raise ValueError(f"host {host} tells of requests that there are not: {told[1].keys()}")
-            return told
+        def read(host: int, answer: AtPoint) -> AtPoint:
+            if answer[0].keys() != (driven := {n for n, drivers in enumerate(self._drivers) if host in drivers}):
+                raise ValueError(f"host {host} drives the replicas {driven}, got {answer[0].keys()}")
+            if not answer[1].keys() <= self._group_of.keys():
+                raise ValueError(f"host {host} tells of requests that there are not: {answer[1].keys()}")
+            return answer
 
         mine = {number: generation.pause(point) for number, generation in self.generations.items()}
         ends = {index: tokens for cut in self._cuts.values() for index, tokens in cut.untold().items()}
-        told = self._hosts.share("what replicas have to do", (mine, ends), AtPoint, read)
+        answers = self._hosts.share("what replicas have to do", (mine, ends), AtPoint, read)
         for cut in self._cuts.values():
-            for _, others in told:
+            for _, others in answers:
                 cut.merge(others)
-        everyone = dict(zip(self._hosts.members, told, strict=True))
+        everyone = dict(zip(self._hosts.members, answers, strict=True))
         return [everyone[drivers[0]][0][number] for number, drivers in enumerate(self._drivers)]
 
     def _tell(self, number: int) -> Finished | None:
@@ -405,14 +405,14 @@ class Serving:
             return None
 
         def tell(index: int, completion: Completion) -> None:
-            if self._told(number, index) == self._hosts.index:
+            if self._reporting_host(number, index) == self._hosts.index:
                 finished(index, completion)
 
         return tell
 
-    def _told(self, number: int, index: int) -> int:
+    def _reporting_host(self, number: int, index: int) -> int:
         """Return the host that reports a request's completion if this replica serves the request."""
-        return host_told(self._group_of[index], self._drivers[number], len(self._drivers))
+        return reporting_host(self._group_of[index], self._drivers[number], len(self._drivers))
 
 
 def _check_alike(what: str, found: Mapping[int, str]) -> None:

@@ -53,7 +53,7 @@ def sampling_params(rollout: RolloutSection) -> SamplingParams:
 
 def completion_text(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
     """Return the text of all tokens after the prompt, including an environment's answers, without special tokens."""
-    return decode(tokenizer, completion.said_ids, skip_special_tokens=True)
+    return decode(tokenizer, completion.conversation_ids, skip_special_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SampledGroups:
     seconds: float
     figures: Mapping[str, float]
     """Metrics of the engines of the first replica's host, by name."""
-    told: tuple[int, ...] = ()
+    reporting_hosts: tuple[int, ...] = ()
     """For each group the host that passed it to ``ended``; empty without that callback."""
 
 
@@ -132,7 +132,7 @@ class Sampler:
         asked = [prompt for prompt in batch.prompts for _ in range(size)]
         rows = None if known is None else [value for value in known for _ in range(size)]
         sampled = self._sample(batch.step, asked, requests, [size] * len(batch.prompts), ended, rows)
-        return Rollout(batch, size, *sampled, self._engines.figures, tuple(self._engines.told[::size]))
+        return Rollout(batch, size, *sampled, self._engines.figures, tuple(self._engines.reporting_hosts[::size]))
 
     def go_on(
         self,
@@ -159,12 +159,12 @@ class Sampler:
         ]
         requests, expected, members = [], [], [list[int]() for _ in groups]
         for index, (number, row, before) in enumerate(asked):
-            group, done, told = groups[number], len(before.token_ids), known[number]
+            group, done, length = groups[number], len(before.token_ids), known[number]
             limits = replace(self._sampling, max_new_tokens=self._sampling.max_new_tokens - done)
             key = SampleKey(self._seed, group.step, group.number, row)
             ids = (*group.prompt.token_ids, *before.token_ids.tolist())
             requests.append(Request(ids, limits, key, self._return_experts))
-            expected.append(None if told is None else max(1.0, told - done))
+            expected.append(None if length is None else max(1.0, length - done))
             members[number].append(index)
         make_cut, prompts = partial(Cutoff, members, wanted, due), [groups[number].prompt for number, _, _ in asked]
         cuts, exchange = make_cut if wanted < len(groups) else None, None
@@ -190,7 +190,7 @@ class Sampler:
                 dropped=sum(max(0, len(completion.token_ids) - length) for completion in new),
                 seconds=0.0 if exchange is None else self._engines.seconds,
                 figures={} if exchange is None else self._engines.figures,
-                told=() if ended is None else tuple(self._engines.told[:: self._group_size]),
+                reporting_hosts=() if ended is None else tuple(self._engines.reporting_hosts[:: self._group_size]),
             )
 
         return collect
@@ -228,8 +228,10 @@ class Sampler:
         batch, answered, end = PromptBatch(0, tuple(prompts)), [], 0
         for mode in modes:
             rows, end = slice(end, end + count * mode.samples), end + count * mode.samples
-            told = tuple(self._engines.told[rows][:: mode.samples])
-            answered.append(Rollout(batch, mode.samples, completions[rows], texts[rows], seconds, told=told))
+            scoring_hosts = tuple(self._engines.reporting_hosts[rows][:: mode.samples])
+            answered.append(
+                Rollout(batch, mode.samples, completions[rows], texts[rows], seconds, scoring_hosts=scoring_hosts)
+            )
         return tuple(answered)
 
     def _sample(

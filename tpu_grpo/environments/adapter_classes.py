@@ -146,16 +146,16 @@ class TunixAdapter(Adapter):
         else:
             self.instance = self.target.from_dict({**columns, **self.options})
         observation, _ = self.instance.reset()
-        told = _told(observation)
-        return (None if told in (columns, *columns.values()) else told), {}
+        shown = _shown_part(observation)
+        return (None if shown in (columns, *columns.values()) else shown), {}
 
     def step(self, turn: str) -> Any:
         """Call the environment's ``step`` with a text."""
         observation, *rest = self.instance.step(turn)
-        return _told(observation), *rest
+        return _shown_part(observation), *rest
 
 
-def _told(observation: Any) -> Any:
+def _shown_part(observation: Any) -> Any:
     """Return the part of an observation that Tunix's agents show to the policy."""
     if isinstance(observation, Mapping):
         return next((observation[name] for name in _QUESTIONS if name in observation), observation)
@@ -206,8 +206,8 @@ def _observed(observation: Any) -> Any:
     fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
     if not isinstance(fields, Mapping):
         return fields
-    told = {name: value for name, value in fields.items() if name not in _BOOKKEEPING and value is not None}
-    return next(iter(told.values())) if len(told) == 1 else json.dumps(told, ensure_ascii=False, default=str)
+    shown = {name: value for name, value in fields.items() if name not in _BOOKKEEPING and value is not None}
+    return next(iter(shown.values())) if len(shown) == 1 else json.dumps(shown, ensure_ascii=False, default=str)
 
 
 OPTION = "adapter"

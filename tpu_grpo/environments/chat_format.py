@@ -281,14 +281,14 @@ class ChatFormat:
         switches: Mapping[str, Any] | None = None,
         encoder: Encoder | None = None,
     ):
-        self.tokenizer = self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.encoder = encoder or Encoder(tokenizer)
         self._tools = list(tools)
         self._template = ChatTemplate(tokenizer, tools, switches or {}, self.encoder)
         self._with_tools: Callable[[str], ChatFormat] = lru_cache(_MOST_TOOLSETS)(
             lambda tools: ChatFormat(tokenizer, json.loads(tools), tool_format, switches, self.encoder)
         )
-        self._pasts: dict[str, Cutter | None] = {}
+        self._cutters: dict[str, Cutter | None] = {}
         self._prober = Prober(self._template, self.encoder)
         ends = _turn_ends(tokenizer, self._prober)
         self.end_id = ends[0]
@@ -300,7 +300,7 @@ class ChatFormat:
                 "an environment with tools needs a chat template that shows them to the policy, this one writes the "
                 "same without; take a model whose template does, or an environment with a method step"
             )
-        self._past_cutter("tool" if tools else "user")
+        self._cutter_of_thinking("tool" if tools else "user")  # raises now if the template cannot write this role
         self._check_encoding()
         self.tool_format, self._read_calls = self._reader(tool_format)
 
@@ -324,7 +324,7 @@ class ChatFormat:
             ConfigError: if the template refuses the messages, or an observation has no user message to be appended to.
             DataError: for a prompt that holds the pad token.
         """
-        told, guarded = list(messages), list(messages)
+        plain, guarded = list(messages), list(messages)
         if observation is not None:
             place = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
             if place is None:
@@ -334,27 +334,27 @@ class ChatFormat:
                     f"{roles}; let reset return None, or give the data such messages"
                 )
             asked = messages[place]
-            told[place] = {**asked, "content": f"{asked['content']}{observation}"}
+            plain[place] = {**asked, "content": f"{asked['content']}{observation}"}
             guarded[place] = {**asked, "content": f"{asked['content']}{self.encoder.guarded(observation)}"}
         written = self._template.write(guarded)
         ids = self.encoder.encode(written)
-        refuse_padding(self._tokenizer, ids, written)
-        return self.encoder.released(written), ids, told
+        refuse_padding(self.tokenizer, ids, written)
+        return self.encoder.released(written), ids, plain
 
     def prompt(self, messages: Sequence[Message], most: int = 2**31) -> list[int]:
         """Return the ids of a prompt whose messages come from an agent; words that spell special tokens are encoded as
         plain text. Raises the errors of ``first``, and RequestError for far more than ``most`` tokens."""
         said = [str(message["content"] or "").rpartition(CLOSE)[2] for message in messages]  # templates write this part
-        check_length(self._tokenizer, "\n".join(said), most)
+        check_length(self.tokenizer, "\n".join(said), most)
         written = self._template.write([_guarded(message, self.encoder) for message in messages])
-        check_length(self._tokenizer, written, most)
+        check_length(self.tokenizer, written, most)
         ids = self.encoder.encode(written)
-        refuse_padding(self._tokenizer, ids, written)
+        refuse_padding(self.tokenizer, ids, written)
         return ids
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise DataError for token ids of a client that are not in the vocabulary, or are the pad token."""
-        check_ids(self._tokenizer, ids)
+        check_ids(self.tokenizer, ids)
 
     # --- reading a turn -----------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class ChatFormat:
 
     def read(self, ids: Sequence[int]) -> Action:
         """Parse a turn from its tokens, which include the end token unless the turn was cut."""
-        own = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
+        own = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         ended = self.ends(ids) or (len(ids) > 0 and ids[-1] in own)
         written = self.decode(ids[:-1] if ended else ids)
         opened = self._prober.opened if CLOSE not in self._prober.opened else ""
@@ -381,7 +381,7 @@ class ChatFormat:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""
-        return decode(self._tokenizer, ids, skip_special_tokens=skip_special_tokens)
+        return decode(self.tokenizer, ids, skip_special_tokens=skip_special_tokens)
 
     # --- after a turn -------------------------------------------------------------------------------------------------
 
@@ -406,7 +406,7 @@ class ChatFormat:
                 f"sampled must say so of {len(ids)} tokens, none of the prompt's {prompt_length} among them"
             )
         suffix = tuple(self._suffix(answers))
-        cutter = self._past_cutter(str(answers[-1]["role"]))
+        cutter = self._cutter_of_thinking(str(answers[-1]["role"]))
         if cutter is None:
             return Following(suffix)
         past = tuple(cutter.cut(ids, sampled))
@@ -445,13 +445,13 @@ class ChatFormat:
 
     # --- what the constructor finds out -------------------------------------------------------------------------------
 
-    def _past_cutter(self, role: str) -> Cutter | None:
+    def _cutter_of_thinking(self, role: str) -> Cutter | None:
         """Return the `Cutter` that drops thinking from the turns before answers of a role; None if the template keeps
         thinking. Raises the errors of `Prober.past`."""
-        if role not in self._pasts:
+        if role not in self._cutters:
             past = self._prober.past(role)
-            self._pasts[role] = self._cutter(past) if past.drops_thinking else None
-        return self._pasts[role]
+            self._cutters[role] = self._cutter(past) if past.drops_thinking else None
+        return self._cutters[role]
 
     def _cutter(self, past: DroppedHistory) -> Cutter:
         closing = self.encoder.encode(CLOSE)
@@ -460,7 +460,7 @@ class ChatFormat:
                 f"a chat template that drops thinking from the past needs a tokenizer whose {CLOSE} is one "
                 f"token, this one has {len(closing)}; take a model with such a token, or a template that keeps thinking"
             )
-        newlines = newline_ids(self._tokenizer) if past.drops_newlines else frozenset()
+        newlines = newline_ids(self.tokenizer) if past.drops_newlines else frozenset()
         return Cutter(tuple(self.encoder.encode(self._prober.opened)), closing[0], newlines)
 
     def _check_encoding(self) -> None:

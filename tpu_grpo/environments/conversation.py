@@ -109,9 +109,9 @@ class Conversation:
     @property
     def asked(self) -> str:
         """The text of the first prompt's last user message, with the result of ``reset`` once that is known."""
-        told = self._messages[: self._first_messages] or self._start.prompt.conversation
-        said = [str(message["content"]) for message in told if message["role"] == "user"]
-        return said[-1] if said else str(told[-1]["content"])
+        messages = self._messages[: self._first_messages] or self._start.prompt.conversation
+        texts = [str(message["content"]) for message in messages if message["role"] == "user"]
+        return texts[-1] if texts else str(messages[-1]["content"])
 
     @property
     def digest(self) -> str:

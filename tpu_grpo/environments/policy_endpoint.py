@@ -57,14 +57,14 @@ class Session:
         """Wait for the turns that a request asks for; raises RefusedError once the session is closed."""
         if self._closed is not None:
             raise self._closed
-        said = f"at most {self._most} turns of {MOST_WAITING_BYTES} bytes may be asked for at once, got more"
-        too_many = RefusedError(said, 400 if asked.turns > self._most else 429, "too_many")
+        text = f"at most {self._most} turns of {MOST_WAITING_BYTES} bytes may be asked for at once, got more"
+        too_many = RefusedError(text, 400 if asked.turns > self._most else 429, "too_many")
         if len(self._waiting) + asked.turns > self._most:
             raise too_many
         sizes = [len(asked.for_one(index)) for index in range(0, asked.turns, asked.n)]
         if (size := max(sizes)) > self._most_bytes:
-            said = f"a request must have at most {self._most_bytes} bytes for a prompt, got {size}; shorten it"
-            raise RefusedError(said, code="context_length_exceeded")
+            text = f"a request must have at most {self._most_bytes} bytes for a prompt, got {size}; shorten it"
+            raise RefusedError(text, code="context_length_exceeded")
         if self._bytes + sum(sizes) > MOST_WAITING_BYTES:
             raise too_many
         futures = [asyncio.get_running_loop().create_future() for _ in range(asked.turns)]
@@ -227,10 +227,10 @@ class Endpoint:
         form = FORMS[request.path.removeprefix(f"/{session.name}" if session.name else "")]
         asked = form.read(await self._body(request))
         if self._in_run and asked.likeliest > (asked.messages is None):
-            said = (
+            text = (
                 f"top_logprobs must be 0 in a run (logprobs of a text at most 1), got {asked.likeliest}; leave it out"
             )
-            raise RefusedError(said, code="unsupported_parameter", param="top_logprobs")
+            raise RefusedError(text, code="unsupported_parameter", param="top_logprobs")
         answer = form.write(asked, await session.turns(asked), self._model)
         if not (asked.streams and "object" in answer):
             return web.json_response(answer)

@@ -129,8 +129,8 @@ class _Request(BaseModel):
             rule, code = "be a parameter that is known here", "unknown_parameter"
             if name in NEUTRAL:
                 rule, code = f"be {json.dumps(NEUTRAL[name])}", "unsupported_parameter"
-            said = f"{name:.100} must {rule}, got {value!r:.200}; leave it out"
-            raise RefusedError(said, code=code, param=name[:100])
+            text = f"{name:.100} must {rule}, got {value!r:.200}; leave it out"
+            raise RefusedError(text, code=code, param=name[:100])
 
 
 class _Body(_Request):
@@ -346,8 +346,8 @@ class Form:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or None
-            said = f"{place or 'the body'}: {first['msg']}, got {first['input']!r:.200}"
-            raise RefusedError(said, param=place) from None
+            text = f"{place or 'the body'}: {first['msg']}, got {first['input']!r:.200}"
+            raise RefusedError(text, param=place) from None
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

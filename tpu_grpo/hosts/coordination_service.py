@@ -128,7 +128,8 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     state: Any = distributed.global_state
     state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index
-    seconds, me, secret = max(1, math.ceil(timeout_seconds)), Caller(run, index, count), take_secret()
+    seconds = max(1, math.ceil(timeout_seconds))
+    me, secret = Caller(run, index, count), take_secret()
     if index == 0:
         if not secret:
             print(

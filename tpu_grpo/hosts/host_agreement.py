@@ -37,7 +37,7 @@ def attacked(where: str, got: str) -> LockstepError:
     )
 
 
-def read_told(value: bytes, kind: object, where: str, read: Callable[[Any], Any] = lambda told: told) -> Any:
+def read_told(value: bytes, kind: object, where: str, read: Callable[[Any], Any] = lambda value: value) -> Any:
     """Parse the JSON that a host sent, check that it has the type ``kind``, and return ``read(parsed)``. Raises
     LockstepError if the value has another type, or ``read`` raises ValueError: no host can have sent it."""
     try:
@@ -148,7 +148,7 @@ class Hosts:
         return [part[2] for part in parts]
 
     def share(
-        self, name: str, value: Any, kind: object, read: Callable[[int, Any], Any] = lambda host, told: told
+        self, name: str, value: Any, kind: object, read: Callable[[int, Any], Any] = lambda host, value: value
     ) -> list[Any]:
         """Return every member's ``value``, like ``gather``; values have the type ``kind``, and are sent as JSON.
 
@@ -201,7 +201,7 @@ class Hosts:
         """Return once every member has called this; raises as ``gather`` does."""
         self.gather(name, b"")
 
-    def broadcast(self, name: str, value: Any, kind: object, read: Callable[[Any], Any] = lambda told: told) -> Any:
+    def broadcast(self, name: str, value: Any, kind: object, read: Callable[[Any], Any] = lambda value: value) -> Any:
         """Return the value of the first member, usually host 0, on every member; the other values are ignored. Raises
         as ``share`` does."""
         mine = _encoded(value) if self.index == self.members[0] else b""

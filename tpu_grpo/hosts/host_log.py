@@ -96,14 +96,14 @@ def with_reminders(hosts: Hosts) -> Iterator[Callable[[], None]]:
 def counted(hosts: Hosts, what: str) -> Iterator[Callable[[], None]]:
     """Announce a stage, and yield a function that counts its calls, from all threads; print the count now and then."""
     announce(hosts, what)
-    lock, count, said = threading.Lock(), 0, time.monotonic()
+    lock, count, printed_at = threading.Lock(), 0, time.monotonic()
 
     def tell() -> None:
-        nonlocal count, said
+        nonlocal count, printed_at
         with lock:
             count += 1
-            if time.monotonic() - said >= EVERY_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - printed_at >= EVERY_SECONDS:
+                printed_at = time.monotonic()
                 announce(hosts, f"{what}: {count} done")
 
     yield tell

@@ -86,28 +86,28 @@ class Caller:
 
 def caller_of(line: bytes) -> Caller | None:
     """Parse another process's first line; None if it is not from a host of a run. The result is safe to print."""
-    said = _read(line) or {}
+    message = _read(line) or {}
     kinds = {"run": str, "index": int, "count": int, "who": str, "nonce": str, "proof": str}
-    if said.get("tpu_grpo") != VERSION or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
+    if message.get("tpu_grpo") != VERSION or any(type(message.get(name)) is not kind for name, kind in kinds.items()):
         return None
-    caller = Caller(**{name: said[name] for name in kinds})
+    caller = Caller(**{name: message[name] for name in kinds})
     texts = caller.run + caller.who + caller.nonce + caller.proof
     sound = 0 <= caller.index < caller.count and texts.isprintable()
     return caller if sound else None
 
 
-def _line(said: Mapping[str, Any]) -> bytes:
-    return json.dumps(said).encode() + b"\n"
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _read(line: bytes) -> dict[str, Any] | None:
     """Parse a line of JSON; None if it is invalid, is not an object, or holds text that cannot be encoded."""
     try:
-        said = json.loads(line)
-        json.dumps(said, ensure_ascii=False).encode()  # raises for lone surrogates
+        message = json.loads(line)
+        json.dumps(message, ensure_ascii=False).encode()  # raises for lone surrogates
     except (ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) else None
+    return message if isinstance(message, dict) else None
 
 
 def split_address(coordinator: str) -> tuple[str, int]:
@@ -157,9 +157,9 @@ class _Guest:
     received: bytes = b""
     caller: Caller | None = None
 
-    def tell(self, said: Mapping[str, Any]) -> None:
+    def tell(self, message: Mapping[str, Any]) -> None:
         with suppress(OSError):  # the connection is closed, which the next read notices
-            self.connection.sendall(_line(said))
+            self.connection.sendall(_line(message))
 
 
 @dataclass
@@ -300,10 +300,10 @@ class Meeting:
     def _missing(self) -> list[int]:
         return sorted(set(range(self.me.count)) - {caller.index for caller in self._present()})
 
-    def _tell_all(self, said: Mapping[str, Any]) -> None:
+    def _tell_all(self, message: Mapping[str, Any]) -> None:
         for guest in self.guests:
             if guest.caller is not None:
-                guest.tell(said)
+                guest.tell(message)
 
 
 @contextmanager
@@ -376,16 +376,16 @@ def arrive(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes =
     why, strange_until = "", None
     while time.monotonic() < end:
         try:
-            for said in _lines_of_host_0(coordinator, me, end):
-                if "come" in said:
-                    return _key_from(said, me, secret)
-                if isinstance(refused := said.get("refused"), str):
-                    raise (ConfigError if said.get("code") == ConfigError.exit_code else LockstepError)(refused)
-                told = said.get("late", said.get("missing"))
-                if not (isinstance(told, list) and all(type(index) is int for index in told)):
+            for message in _lines_of_host_0(coordinator, me, end):
+                if "come" in message:
+                    return _key_from(message, me, secret)
+                if isinstance(refused := message.get("refused"), str):
+                    raise (ConfigError if message.get("code") == ConfigError.exit_code else LockstepError)(refused)
+                indices = message.get("late", message.get("missing"))
+                if not (isinstance(indices, list) and all(type(index) is int for index in indices)):
                     raise _StrangerError
-                missing = told
-                if "late" in said:
+                missing = indices
+                if "late" in message:
                     raise LockstepError(too_late(missing, me, timeout_seconds))
             strange_until = None  # host 0 went away
         except _StrangerError:
@@ -403,9 +403,9 @@ def arrive(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes =
     raise LockstepError(late if missing else no_answer(coordinator, me, timeout_seconds, why))
 
 
-def _key_from(said: Mapping[str, Any], me: Caller, secret: bytes) -> bytes:
+def _key_from(message: Mapping[str, Any], me: Caller, secret: bytes) -> bytes:
     """Return the key of the run from host 0's last line, which proves that host 0 knows the secret."""
-    nonces, proof = said.get("nonces"), said.get("proof")
+    nonces, proof = message.get("nonces"), message.get("proof")
     if not (isinstance(nonces, list) and len(nonces) == me.count and nonces[me.index] == me.nonce):
         raise _StrangerError
     key = session_key(secret, [str(nonce) for nonce in nonces])
@@ -433,11 +433,11 @@ def _lines_of_host_0(coordinator: str, me: Caller, end: float) -> Iterator[dict[
                 data = connection.recv(LONGEST_LINE)
             *lines, received = (received + data).split(b"\n")
             for line in lines:
-                said = _read(line)
-                if said is None:
+                message = _read(line)
+                if message is None:
                     raise _StrangerError
                 answered = True
-                yield said
+                yield message
             if received and (received[:1] != b"{" or len(received) > LONGEST_LINE):
                 raise _StrangerError
             if not data:

@@ -218,11 +218,11 @@ class Watch:
             return
         this_process.leaving_with = this_process.leaving_with or own.code
         if own.outcome == "stopped" and own.code == Interrupted.exit_code:
-            told = End("stopped", own.code, f"host {self.hosts.index} was stopped: {own.message}")
+            sent = End("stopped", own.code, f"host {self.hosts.index} was stopped: {own.message}")
         else:
             message = f"LockstepError: host {self.hosts.index} failed: {own.message}"
-            told = End("failed", LockstepError.exit_code, message)
-        self._failure = json.dumps(asdict(told))
+            sent = End("failed", LockstepError.exit_code, message)
+        self._failure = json.dumps(asdict(sent))
         self._talk_now.set()
         end = time.monotonic() + 3 * self.every
         while not (self._all_know.wait(TOLD_SECONDS) or alone.is_set()) and time.monotonic() < end:
@@ -261,11 +261,11 @@ class Watch:
             if beat == self._beats[index][0]:
                 continue
             key, last = f"{ROOT}/beat/{index}", self._beats[index][0]
-            told: Beat = read_told(beat, Beat, key)
-            if last and told[0] < read_told(last, Beat, key)[0]:
+            heartbeat: Beat = read_told(beat, Beat, key)
+            if last and heartbeat[0] < read_told(last, Beat, key)[0]:
                 raise attacked(key, "an earlier value again")
             self._beats[index] = (beat, now)
-            if self._failure is None and (difference := progress.contradiction(told[1])):
+            if self._failure is None and (difference := progress.contradiction(heartbeat[1])):
                 end_process(
                     f"host {index} and this host must decide alike in what they share, and differ in {difference}; set "
                     "hosts.check=step to find the first step that differs"

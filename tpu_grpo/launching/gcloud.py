@@ -206,8 +206,8 @@ class Gcloud:
         try:
             return parse_json(text) if text.strip() else None
         except json.JSONDecodeError as error:
-            told = f"`{shlex.join(command)}` must print JSON, got {text[:200]!r}; update {command[0]}"
-            raise LaunchError(told) from error
+            problem = f"`{shlex.join(command)}` must print JSON, got {text[:200]!r}; update {command[0]}"
+            raise LaunchError(problem) from error
 
     def describe(self, *words: str) -> Any:
         """Return the parsed output of ``gcloud compute tpus WORDS``; None if the resource does not exist, or in a dry

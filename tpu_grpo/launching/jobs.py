@@ -55,8 +55,8 @@ class Job:
             raise ConfigError(
                 f"--env is printed and kept in logs, got {shown[0]}; set the variable here and use --secret {shown[0]}"
             )
-        said = [*self.words, *self.environment.values()]
-        if leaked := sorted(name for name, value in self.secrets.items() if any(value in word for word in said)):
+        printed = [*self.words, *self.environment.values()]
+        if leaked := sorted(name for name, value in self.secrets.items() if any(value in word for word in printed)):
             raise ConfigError(
                 f"the value of {leaked[0]} must not stand in an argument, where it is printed and logged; leave it "
                 "out: the run finds it in its environment"

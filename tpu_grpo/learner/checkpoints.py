@@ -287,8 +287,8 @@ class Checkpoints:
             groups = carried()
             arguments[CARRIED], sums[CARRIED] = ocp.args.JsonSave(groups), sum_of_groups(groups)
             arrays[CARRIED] = "saved"
-        told = {"global_step": step, "format": FORMAT, "run": self._run, "checksums": sums, "arrays": arrays}
-        self._manager.save(step, args=ocp.args.Composite(**arguments), custom_metadata=signed(told), force=True)
+        metadata = {"global_step": step, "format": FORMAT, "run": self._run, "checksums": sums, "arrays": arrays}
+        self._manager.save(step, args=ocp.args.Composite(**arguments), custom_metadata=signed(metadata), force=True)
 
     def close(self, *, best: int | None = None) -> None:
         """Wait until every save is complete; raises the error of the saving thread, such as DiskError for a full disk.
@@ -314,8 +314,8 @@ class Checkpoints:
                 carried = read_groups(path, saved[CARRIED])
         except Unsound as error:
             reason = str(error)
-        told = self._hosts.share(f"what was read of step {step}", reason, str)
-        if reasons := [(index, what) for index, what in enumerate(told) if what]:
+        answers = self._hosts.share(f"what was read of step {step}", reason, str)
+        if reasons := [(index, what) for index, what in enumerate(answers) if what]:
             index, reason = reasons[0]
             return f"on host {index}: {reason}" if self._hosts.count > 1 else reason
         nnx.update(updater.model, items[MODEL])

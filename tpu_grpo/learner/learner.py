@@ -103,20 +103,20 @@ class Learner:
         self._saves = self._parts.slices.index == 0
         """Whether this host's slice saves checkpoints, which only the first does; all slices hold the same."""
         restored = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume) if self._saves else 0
-        told = self._told if self._parts.slices.count == 1 else self._hosts.broadcast
-        self.restored_step = told(RESTORED, restored, int)
+        share = self._from_trainers if self._parts.slices.count == 1 else self._hosts.broadcast
+        self.restored_step = share(RESTORED, restored, int)
         """The step that was restored; 0 for a fresh start."""
         if not self._saves and self.restored_step:  # by now, the first slice has moved damaged checkpoints away
-            self._restore_as_told()
+            self._restore_as_first_slice()
         self._has_previous = not self.restored_step
         self.restore_notes = tuple(self._checkpoints.notes)
         self.carried = self._checkpoints.carried
         """The groups that were kept after the restored step, as JSON (tpu_grpo/run/partial_groups.py); None without
         such."""
         if self.restored_step and config.open_groups:
-            self._told(GROUPS, sum_of_groups(self.carried), int)
+            self._from_trainers(GROUPS, sum_of_groups(self.carried), int)
 
-    def _restore_as_told(self) -> None:
+    def _restore_as_first_slice(self) -> None:
         restored = self._checkpoints.restore(self._updater, resume="require")
         if restored != self.restored_step:
             raise CheckpointError(
@@ -173,7 +173,7 @@ class Learner:
         measures = update_metrics(updates, stale=config.algorithm.staleness > 0) if began else {}
         seconds = time.perf_counter() - started
         measures = {**measures, **signal.metrics(), **taught.metrics}
-        metrics = self._told(METRICS, measures, dict[str, float])  # waits for hosts that sample
+        metrics = self._from_trainers(METRICS, measures, dict[str, float])  # waits for hosts that sample
         histograms = updates[0].histograms if began and updates[0].record.finite else {}
         return UpdateResult(metrics, signal.advantages_B, seconds, tuple(notes), histograms)
 
@@ -277,7 +277,7 @@ class Learner:
     def params_digest(self) -> str:
         """Compute the SHA-256 of all parameters, the trained ones in the optimizer's precision; see
         `parameters.params_digest`."""
-        return self._told(DIGEST, params_digest(by_name(self.params()) | self._updater.stepped()), str)
+        return self._from_trainers(DIGEST, params_digest(by_name(self.params()) | self._updater.stepped()), str)
 
     def save_apart(self, directory: Path, step: int, carried: Callable[[], Any] | None = None) -> None:
         """Save as `save` does, but in another directory, and wait until the save is complete."""
@@ -298,7 +298,7 @@ class Learner:
         if self._saves:
             self._checkpoints.close(best=best)
 
-    def _told(self, name: str, value: Any, kind: object) -> Any:
+    def _from_trainers(self, name: str, value: Any, kind: object) -> Any:
         """Return host 0's value on every host. Host 0 is one of the trainer's hosts, and they all have this value.
 
         If all hosts are the trainer's, nothing is sent.
@@ -415,19 +415,19 @@ class DescribedLearner(Learner):
         self._config, self._hosts, self._parts, self._updater = config, hosts, parts, parts.updater
         self._skipped, self._saves = SkippedUpdates(config.update), False
         self.trainers = hosts.among([hosts.index])  # this host tells nobody
-        self.restored_step = self._told(RESTORED, 0, int)
+        self.restored_step = self._from_trainers(RESTORED, 0, int)
         self.restore_notes, self.carried = (), None
         if self.restored_step and config.open_groups:
             path = config.run_dir / CHECKPOINTS_DIR / str(self.restored_step)
             with unsound_explained(path):
-                self.carried = read_groups(path, self._told(GROUPS, 0, int))
+                self.carried = read_groups(path, self._from_trainers(GROUPS, 0, int))
 
     def update(self, scored: ScoredRollout, taught: TeacherReadings | None = None) -> UpdateResult:
         """Wait for the update on the trainer's hosts, where notes and histograms stay. Raises the
         errors of `read_signal`."""
         started, signal = time.perf_counter(), self._signal(scored)
         _ = self.taught(scored) if taught is None else taught
-        metrics = self._told(METRICS, {}, dict[str, float])
+        metrics = self._from_trainers(METRICS, {}, dict[str, float])
         return UpdateResult(metrics, signal.advantages_B, time.perf_counter() - started)
 
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
@@ -446,4 +446,4 @@ class DescribedLearner(Learner):
 
     def params_digest(self) -> str:
         """Return the digest that the trainer's hosts compute."""
-        return self._told(DIGEST, "", str)
+        return self._from_trainers(DIGEST, "", str)

@@ -109,6 +109,8 @@ def sampled_mask(completion: Completion) -> Bool[np.ndarray, " T"]:
 
 
 def _sequences_of(row: int, prompt: Sequence[int], completion: Completion) -> Iterator[TrainSequence]:
+    """Yield the sequences of a completion: one, or one for each branch of a conversation in which the policy sampled.
+    What the environment wrote after the last sampled token is left out."""
     whole = Branch((), 0, len(completion.token_ids), completion.experts)
     sampled_T = sampled_mask(completion)
     for branch in [whole] if completion.episode is None else completion.episode.branches:

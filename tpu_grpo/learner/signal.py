@@ -228,7 +228,8 @@ def group_advantages(
         NonFiniteError: for an advantage that is not finite.
     """
     rewards_PG = rewards_B.astype(np.float64).reshape(-1, group_size)
-    scored_PG, differ_P1, of_all = ~np.isnan(rewards_PG), differ(rewards_PG)[:, None], dict(known or {})
+    scored_PG, differ_P1 = ~np.isnan(rewards_PG), differ(rewards_PG)[:, None]
+    of_all = dict(known or {})
     means_P1 = np.ma.filled(np.ma.masked_invalid(rewards_PG).mean(axis=1, keepdims=True), 0.0)
     rewards_PG = np.where(scored_PG & differ_P1, rewards_PG, means_P1)  # also for classes that know of no masks
     if not scored_PG.all():

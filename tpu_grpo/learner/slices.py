@@ -58,8 +58,8 @@ class Slices:
             return list(own)
         leaves, structure = jax.tree.flatten(list(own))
         read = lambda _, text: unpacked(text, len(leaves)).tolist()  # noqa: E731
-        told = trainers.share(name, packed(np.array(leaves, np.float64)), str, read)
-        firsts = told[:: len(told) // self.count]  # hosts are numbered slice by slice
+        answers = trainers.share(name, packed(np.array(leaves, np.float64)), str, read)
+        firsts = answers[:: len(answers) // self.count]  # hosts are numbered slice by slice
         return [item for turn in zip(*map(structure.unflatten, firsts), strict=True) for item in turn]
 
     def add[T](self, tree: T) -> T:

@@ -82,8 +82,8 @@ def _backward(
     """Return the gradients. A share's gradient is the dot product of g, the sum's gradient, and y, the expert's output.
 
     Outputs are not kept, and y = down(h) is not computed again, because the dot product of g and down(h) is also that
-    of h and its gradient. The expert's device is sent share * g, and sends back the input's gradient and this product.
-    Gradients of weights have the weights' dtype, also while rounds are added.
+    of h and its gradient. The expert's device is sent share * g, and sends back the input's gradient and this product,
+    which is the share times its gradient. Gradients of weights have the weights' dtype, also while rounds are added.
     """
     x_TD, shares_Tk, chosen_Tk, weights = kept
     copies = Copies.of(chosen_Tk, len(weights.gate), axis)

@@ -207,13 +207,22 @@ def _experts_in_fitting_buffers(original: Any, self: Any, x: Any, use_megablox: 
 def _spread(
     axes: Any, mesh: Mesh, x: Any, shares: Any, chosen: Any, weights: Any, activation: Any
 ) -> Float[Array, "B T D"]:
-    """Add up the outputs of experts that are spread over ``mesh``, for rows that are, too."""
+    """Run `expert_parallel.mixture` on rows and experts that are spread over ``mesh``.
+
+    Args:
+        axes: Tunix's mesh axes of activations [B, T, D], and of experts' down projections [E, F, D].
+        mesh: the trainer's mesh.
+        x: the inputs [B, T, D].
+        shares: the router's weights of the chosen experts [B, T, k].
+        chosen: the numbers of these experts [B, T, k].
+        weights: gate and up projections [E, D, F], and down projections [E, F, D].
+        activation: the function of the gate's outputs.
+    """
     from tpu_grpo.models.expert_parallel import Weights, mixture  # only needed here
 
-    specs = (PartitionSpec(*each) for each in (axes.act_btd, axes.exp_weight_efd))
-    spec, to_width = tuple[Any, ...](specs)
+    spec, to_width = PartitionSpec(*axes.act_btd), PartitionSpec(*axes.exp_weight_efd)
     tp, fsdp = (axis if axis and mesh.shape[axis] > 1 else None for axis in (spec[-1], to_width[0]))
-    of_routing, in_experts = PartitionSpec(*spec[:-1], None), PartitionSpec(to_width[0], None, to_width[1])
+    of_routing, to_hidden = PartitionSpec(*spec[:-1], None), PartitionSpec(to_width[0], None, to_width[1])
 
     def mixed(x: Any, shares: Any, chosen: Any, weights: Any) -> Any:
         if tp is not None:
@@ -224,7 +233,7 @@ def _spread(
         out = out.reshape(rows, length, width)
         return out if tp is None else jax.lax.psum_scatter(out, tp, scatter_dimension=2, tiled=True)
 
-    of_weights: Any = (in_experts, in_experts, to_width)
+    of_weights: Any = (to_hidden, to_hidden, to_width)
     given = (spec, of_routing, of_routing, Weights(*of_weights))
     spread = jax.shard_map(mixed, mesh=mesh, in_specs=given, out_specs=spec, check_vma=False)
     return spread(x, shares, chosen, Weights(*weights))

@@ -148,24 +148,24 @@ def evaluate(
     modes = (AnswerMode(0.0), AnswerMode(temperature, section.samples))
     batch = PromptBatch(step, tuple(prompts))
     with begin(batch, len(modes)) as scoring:
-        told = [partial(scoring.add, rollout=number) for number in range(len(modes))]
-        rollouts = [replace(rollout, batch=batch) for rollout in generate(prompts, modes, told)]
+        group_ended = [partial(scoring.add, rollout=number) for number in range(len(modes))]
+        rollouts = [replace(rollout, batch=batch) for rollout in generate(prompts, modes, group_ended)]
         scores = scoring.finish(rollouts)
-    both: list[EvaluationSamples] = []
+    samples: list[EvaluationSamples] = []
     tokens, truncated, failed = dict[str, float](), dict[str, float](), dict[str, float]()
-    for mode, rollout, of_rollout in zip((GREEDY, SAMPLED), rollouts, scores, strict=True):
+    for mode, rollout, mode_scores in zip((GREEDY, SAMPLED), rollouts, scores, strict=True):
         completions = rollout.completions
-        said = zip(completions, rollout.texts, strict=True)
-        texts = (text if c.episode is None else c.episode.last_words for c, text in said)
-        prompts_B = (prompt.text for prompt in rollout.row_prompts)
-        answers = tuple(final_answer(text, p) for text, p in zip(texts, prompts_B, strict=True))
-        both.append(EvaluationSamples(mode, rollout, of_rollout, answers))
+        rows = zip(rollout.row_prompts, completions, rollout.texts, strict=True)
+        answers = tuple(
+            final_answer(text if c.episode is None else c.episode.last_words, prompt.text) for prompt, c, text in rows
+        )
+        samples.append(EvaluationSamples(mode, rollout, mode_scores, answers))
         tokens[mode] = float(np.mean([c.sampled_tokens for c in completions]))
         truncated[mode] = float(np.mean([c.finish_reason == "length" for c in completions]))
         if failures := [c.episode.failure is not None for c in completions if c.episode is not None]:
             failed[mode] = float(np.mean(failures))
     digest = tokens_digest([c for rollout in rollouts for c in rollout.completions])
-    return Evaluation(step, _estimates(both, section), tokens, truncated, digest, failed), both
+    return Evaluation(step, _estimates(samples, section), tokens, truncated, digest, failed), samples
 
 
 def _estimates(

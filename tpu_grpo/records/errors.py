@@ -19,8 +19,8 @@ class TpuGrpoError(Exception):
     """Root of the package's errors."""
 
     exit_code = 1
-    said = False
-    """Whether the message has been shown to the user."""
+    was_printed = False
+    """Whether the user has seen the message."""
 
 
 class ConfigError(TpuGrpoError, ValueError):
@@ -145,8 +145,8 @@ def disk_errors_explained(explain: Callable[[OSError | ValueError], DiskError | 
 
 def say(error: TpuGrpoError) -> None:
     """Print an error's message to stderr, once, without a traceback and without terminal control characters."""
-    if not error.said:
-        error.said = True
+    if not error.was_printed:
+        error.was_printed = True
         what = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
         print(without_controls(what), file=sys.stderr, flush=True)
 

@@ -159,7 +159,7 @@ class Completion:
         return len(self.token_ids) if self.sampled is None else int(self.sampled.sum())
 
     @property
-    def said_ids(self) -> np.ndarray:
+    def conversation_ids(self) -> np.ndarray:
         """All tokens after the first prompt, in order, int32. Unlike ``token_ids``, they include the answers of an
         environment that are in the prompt of a later branch.
 
@@ -169,12 +169,12 @@ class Completion:
         if self.episode is None or len(self.episode.branches) < 2:
             return self.token_ids
         observed = {turn.end: turn.observed for turn in self.episode.turns}
-        said: list[int] = []
+        ids: list[int] = []
         for branch in self.episode.branches:
             answered = observed.get(branch.start, 0)  # no turn ends where the first branch begins
-            said += branch.prompt[len(branch.prompt) - answered :]
-            said += self.token_ids[branch.start : branch.end].tolist()
-        return np.asarray(said, np.int32)
+            ids += branch.prompt[len(branch.prompt) - answered :]
+            ids += self.token_ids[branch.start : branch.end].tolist()
+        return np.asarray(ids, np.int32)
 
 
 def routing_dtype(experts: int) -> np.dtype:
@@ -193,7 +193,7 @@ class Rollout:
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
     """Metrics, by name, of the engines of the host that has the first replica."""
-    told: tuple[int, ...] = ()
+    scoring_hosts: tuple[int, ...] = ()
     """For each prompt, the host that scores its completions; if empty, the hosts take turns, prompt by prompt."""
 
     @property
@@ -225,7 +225,7 @@ class Rollout:
             batch=self.batch.select(prompts),
             completions=tuple(self.completions[row] for row in rows),
             texts=tuple(self.texts[row] for row in rows),
-            told=tuple(self.told[prompt] for prompt in prompts) if self.told else (),
+            scoring_hosts=tuple(self.scoring_hosts[prompt] for prompt in prompts) if self.scoring_hosts else (),
         )
 
 

@@ -56,7 +56,7 @@ class Cell:
 
     text: str
     note: str = ""
-    said: Sequence[Utterance] = ()
+    utterances: Sequence[Utterance] = ()
     """A conversation in place of the text."""
 
 
@@ -208,7 +208,7 @@ def _completion(row: Record) -> Cell:
     ending = ENDINGS.get(str(row.get("ending")), str(row.get("ending")))
     failure = f": {row['failure']}" if row.get("failure") else ""
     count = "1 turn" if len(turns) == 1 else f"{len(turns):,} turns"
-    return Cell("", f"{count}, {ending}{failure}", said=list(_said(row)))
+    return Cell("", f"{count}, {ending}{failure}", utterances=list(_said(row)))
 
 
 def _said(row: Record) -> Iterator[Utterance]:

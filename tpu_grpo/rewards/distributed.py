@@ -114,19 +114,19 @@ class DistributedScoring(Scoring):
         rows_of = [np.repeat(np.array(scorers) == host, rollout.group_size) for host in range(self._hosts.count)]
         lengths = np.array([len(c.token_ids) if token_rewards else 0 for c in rollout.completions])
 
-        def read(host: int, told: HostScores) -> tuple[HostScores, Float[np.ndarray, "C b"], list[TokenValues]]:
+        def read(host: int, answer: HostScores) -> tuple[HostScores, Float[np.ndarray, "C b"], list[TokenValues]]:
             """Unpack a host's message into C columns; raise ValueError if it does not fit the host's b rows."""
-            found = np.array(told.columns).reshape(len(columns), rows_of[host].sum())
-            seen = {name: values and len(values) for name, values in told.witness.items()}
+            found = np.array(answer.columns).reshape(len(columns), rows_of[host].sum())
+            seen = {name: values and len(values) for name, values in answer.witness.items()}
             if seen.keys() != mine.witness.keys() or set(seen.values()) - {None, len(witness.texts)}:
                 raise ValueError(f"a witness of {len(witness.texts)} rows has {mine.witness.keys()}, got {seen}")
-            if any(figure.count < 1 for figure in told.figures.values()):
+            if any(figure.count < 1 for figure in answer.figures.values()):
                 raise ValueError("a figure is of one value at least")
             of_rows = lengths[rows_of[host]]
-            return told, found, np.split(unpacked(told.of_tokens, of_rows.sum()), np.cumsum(of_rows))[:-1]
+            return answer, found, np.split(unpacked(answer.of_tokens, of_rows.sum()), np.cumsum(of_rows))[:-1]
 
         answers = self._hosts.share("rewards", mine, HostScores, read)
-        _compare_witness(witness, [told.witness for told, _, _ in answers])
+        _compare_witness(witness, [answer.witness for answer, _, _ in answers])
         merged, per_token = np.empty((len(columns), len(lengths))), [NO_VALUES] * len(lengths)
         for rows, (_, found, tokens) in zip(rows_of, answers, strict=True):
             merged[:, rows] = found
@@ -137,15 +137,15 @@ class DistributedScoring(Scoring):
             total,
             dict(zip(names, by_name, strict=True)),
             time.perf_counter() - start,
-            merge_figures(told.figures for told, _, _ in answers),
+            merge_figures(answer.figures for answer, _, _ in answers),
             tuple(per_token) if token_rewards else (),
             token_rewards,
         )
 
 
 def scorers_of(rollout: Rollout, hosts: int) -> list[int]:
-    """Return each prompt's scoring host: the host that got its completions (``Rollout.told``), or the hosts in turn."""
-    return list(rollout.told) or [prompt % hosts for prompt in range(len(rollout.batch.prompts))]
+    """Return each prompt's scoring host, as ``Rollout.scoring_hosts`` says: the one that got its completions."""
+    return list(rollout.scoring_hosts) or [prompt % hosts for prompt in range(len(rollout.batch.prompts))]
 
 
 def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[Any] | None]]) -> None:

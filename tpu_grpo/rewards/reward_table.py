@@ -40,10 +40,10 @@ class Table:
         columns = self.columns | self.messages if call.messages else self.columns
         found = {n: [columns[n][row] for row in rows] for n in call.batch_columns}
         if call.thinking != "kept":
-            said, names = zip(found["completions"], rows, strict=True), str(dict(call.options))
+            pairs, names = zip(found["completions"], rows, strict=True), str(dict(call.options))
             found["completions"] = [
                 as_read(text, self.rendered[row], call.thinking, names) if isinstance(text, str) else text
-                for text, row in said
+                for text, row in pairs
             ]
         return RewardBatch(found, self.step, len(rows))
 
@@ -61,14 +61,14 @@ def build_table(rollout: Rollout, calls: Iterable[Call], *, numbers: Sequence[in
     there, for error messages. Raises RewardError for a row without a column or environment that a reward needs.
     """
     rows, episodes = rollout.row_prompts, [completion.episode for completion in rollout.completions]
-    said = list(zip(episodes, rollout.texts, strict=True))
+    pairs = list(zip(episodes, rollout.texts, strict=True))
     columns: dict[str, Sequence[Any]] = {
         "prompts": [p.asked for p in rows],
-        "completions": [text if episode is None else episode.last_words for episode, text in said],
+        "completions": [text if episode is None else episode.last_words for episode, text in pairs],
     }
     messages: dict[str, Sequence[Any]] = {
         "prompts": [p.conversation for p in rows],
-        "completions": [text if e is None else [dict(message) for message in e.messages] for e, text in said],
+        "completions": [text if e is None else [dict(message) for message in e.messages] for e, text in pairs],
     }
     failures = {row: e.failure for row, e in enumerate(episodes) if e is not None and e.failure is not None}
     numbers = range(len(rows)) if numbers is None else numbers

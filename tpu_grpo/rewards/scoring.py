@@ -113,18 +113,19 @@ class RewardSet:
         return RewardSet(tuple(replace(r, call=load_reward(r.spec, columns, r.call.max_steps)) for r in self.rewards))
 
     def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[Any] | None]:
-        """Call the rewards ``names``, and return their values for all rows, for comparison between hosts.
-
+        """Call the rewards ``names``, and those that their ``only_if`` needs; return the values of ``names`` for all
+        rows, for comparison between hosts.
         A value is NaN where the reward does not apply, and a text for a per-token reward (`RewardResult.comparable`).
         The values of a reward that had a problem are None, because a timeout may occur on one host only. Raises the
         errors of ``score``.
         """
         if not names:
             return {}
-        gates, wanted = {r.spec.shown: r.spec.only_if for r in self.rewards}, set(names)
-        while missing := {gate for name in wanted if (gate := gates[name]) is not None} - wanted:
-            wanted |= missing
-        chosen = RewardSet(tuple(reward for reward in self.rewards if reward.spec.shown in wanted))
+        only_if, called = {reward.spec.shown: reward.spec.only_if for reward in self.rewards}, set(names)
+        for name in names:
+            while (name := only_if[name]) is not None:  # which may need another one; `check_rewards` refuses circles
+                called.add(name)
+        chosen = RewardSet(tuple(reward for reward in self.rewards if reward.spec.shown in called))
         return {
             name: None if result.timeouts + result.errors else result.comparable
             for name, result in chosen._ask_all(build_table(rollout, chosen.calls), {}).items()
@@ -226,11 +227,12 @@ class Scoring:
 
         The scores' ``seconds`` do not include the time before this call.
         """
-        started, own = time.perf_counter(), range(len(self._batch.prompts)) if prompts is None else prompts
+        started = time.perf_counter()
+        own = range(len(self._batch.prompts)) if prompts is None else prompts
         for number, rollout in enumerate(rollouts):
             for prompt in own:
                 rows = slice(prompt * rollout.group_size, (prompt + 1) * rollout.group_size)
-                self.add(prompt, rollout.completions[rows], rollout.texts[rows], number)
+                self.add(prompt, rollout.completions[rows], rollout.texts[rows], number)  # ignored if it was added
         for runner in self._first:
             runner.end()
         found = []

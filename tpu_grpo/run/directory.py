@@ -77,7 +77,7 @@ class ExistingRun:
             DataError: for a file of the earlier run that cannot be read.
         """
         if self.refusal is not None:
-            raise _raised(self.refusal)
+            raise _received(self.refusal)
 
     def describe(self, directory: Path, run: RunSection, optimizer: OptimizerSection) -> list[str]:
         """Describe what a start would do with ``run.dir``, as lines of text; raises as `refuse` does."""
@@ -158,9 +158,10 @@ def _checked_changes(
 
     ``here`` are the `sources` of this run, and ``allowed`` the names in checkpoint.allow_changes.
     """
-    known, changed, names = directory / SOURCES_FILE, [*changed], {change.name for change in changed}
-    files = changed_sources(_sources_in(known) if known.exists() else {}, here)
-    changed += [change for change in files if change.name not in names]
+    path = directory / SOURCES_FILE
+    earlier = _sources_in(path) if path.exists() else {}
+    names = {change.name for change in changed}
+    changed = [*changed, *(change for change in changed_sources(earlier, here) if change.name not in names)]
     records = {CONFIG_FILE: [EVERYTHING], SOURCES_FILE: list(here), DATA_FILE: ["data"]} if steps else {}
     missing = [(file, name) for file, of_file in records.items() if not (directory / file).exists() for name in of_file]
     changed += [Change(name, f"unknown, as {file} is missing", "as given now", "results") for file, name in missing]
@@ -313,7 +314,7 @@ class RunDirectory:
                 )
             return ExistingRun(steps=steps, changes=changes)
         except TpuGrpoError as error:
-            return ExistingRun(refusal=_told(error))
+            return ExistingRun(refusal=_sent(error))
 
     def _sources(self) -> dict[str, dict[str, str]]:
         config = self._config
@@ -461,19 +462,19 @@ def first_does(hosts: Hosts, name: str, kind: Any, action: Callable[[], Any]) ->
             value = action()
         except TpuGrpoError as caught:
             error = caught
-    told = hosts.broadcast(name, (value, error and _told(error)), tuple[kind | None, SentError | None])
-    if told[1] is not None:
-        raise error or _raised(told[1])
-    return told[0]
+    answer = hosts.broadcast(name, (value, error and _sent(error)), tuple[kind | None, SentError | None])
+    if answer[1] is not None:
+        raise error or _received(answer[1])
+    return answer[0]
 
 
-def _told(error: TpuGrpoError) -> SentError:
+def _sent(error: TpuGrpoError) -> SentError:
     return type(error).__name__, str(error)
 
 
-def _raised(told: SentError) -> TpuGrpoError:
+def _received(answer: SentError) -> TpuGrpoError:
     kinds = {kind.__name__: kind for kind in TpuGrpoError.__subclasses__()}
-    return kinds.get(told[0], LockstepError)(told[1])
+    return kinds.get(answer[0], LockstepError)(answer[1])
 
 
 def check_shared(directory: Path, token: str, hosts: Hosts, seconds: float) -> None:

@@ -77,7 +77,7 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
     if config.teachers:
         from tpu_grpo.run.teachers import check_teachers, read_teachers  # most runs have none
 
-        teachers = read_teachers(config)
+        teachers = read_teachers(config.teachers, config.model, config.data, config.rollout)
     environments = load_environments(config.environment, config.every_reward)
     columns, held_columns = columns_at_a_glance(config.data, config.evaluation)
     if config.run.epochs is not None:  # rewards may need the number of steps, which depends on the data
@@ -157,17 +157,22 @@ def builtin_task(model: ModelSection) -> str:
     return name
 
 
-def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Check that the model can do what the config asks of it. Raises ConfigError if sequences exceed the model's
-    context, or the model lacks modules, layers or experts."""
+def check_context(checkpoint: Checkpoint, prompt_tokens: int, new_tokens: int) -> None:
+    """Raise ConfigError if the longest prompt and its longest completion together exceed the model's context."""
     longest, scaling = checkpoint.hf_config.get("max_position_embeddings"), checkpoint.config.scaling
     if longest is not None and isinstance(scaling, YarnScaling):  # ``longest`` is the context before scaling
         longest = max(longest, int(scaling.factor * scaling.original_max_position_embeddings))
-    if longest is not None and config.context_tokens > longest:
+    if longest is not None and prompt_tokens + new_tokens > longest:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens must be <= {longest}, the model's context, got "
-            f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}; shorten one of them"
+            f"{prompt_tokens} + {new_tokens}; shorten one of them"
         )
+
+
+def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Check that the model can do what the config asks of it. Raises ConfigError if sequences exceed the model's
+    context, or the model lacks modules, layers or experts."""
+    check_context(checkpoint, config.data.max_prompt_tokens, config.rollout.max_new_tokens)
     if config.algorithm.routing_replay and not checkpoint.has_experts:
         raise ConfigError(
             f"algorithm.routing_replay=true needs a model with experts, got a {checkpoint.family.model_type}; leave it "

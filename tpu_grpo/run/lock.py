@@ -145,7 +145,7 @@ class RunLock:
             with contextlib.ExitStack() as stack:
                 file = _open(path, os.O_RDWR | os.O_CREAT)
                 stack.callback(os.close, file)
-                before = _refuse_if_taken(path, file)
+                before = _lock_or_refuse(path, file)
                 if not _is_at(path, file):  # the owner has removed or replaced the file since
                     continue
                 since, began = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"), psutil.Process().create_time()
@@ -222,19 +222,21 @@ def taken(directory: Path, owner: Owner | None) -> ConfigError:
     )
 
 
-def _refuse_if_taken(path: Path, file: int) -> Owner | None:
+def _lock_or_refuse(path: Path, file: int) -> Owner | None:
     """Lock the file; return the dead process that it names, or None; raise ConfigError if that process lives."""
     for attempt in range(RETRIES):
         if attempt:
             time.sleep(PAUSE)
-        held, owner = _is_held(file, fcntl.LOCK_EX), _parsed(os.pread(file, RECORD_BYTES, 0))
+        held = _is_held(file, fcntl.LOCK_EX)
+        owner = _parsed(os.pread(file, RECORD_BYTES, 0))
         if not held:
             break
     else:
         raise taken(path.parent, owner)
     if owner is None:
         return None
-    if (lives := _lives(owner, held)) is None:
+    lives = _lives(owner, held)
+    if lives is None:  # then its heartbeat shows it
         old = time.time() - path.stat().st_mtime >= OLD_SECONDS
         lives = not old and _beats(path, owner)
     if lives:

@@ -91,7 +91,7 @@ class PartialGroups:
         completions = tuple(completion for group in whole for completion in group.completions)
         texts = tuple(completion_text(tokenizer, completion) for completion in completions)
         size = self._algorithm.group_size
-        return Rollout(batch, size, completions, texts, sampled.seconds, sampled.figures, sampled.told)
+        return Rollout(batch, size, completions, texts, sampled.seconds, sampled.figures, sampled.reporting_hosts)
 
     def hold(self) -> None:
         """Let the next checkpoint hold the groups that ``take`` returned, in their order, and then the other groups."""

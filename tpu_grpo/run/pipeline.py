@@ -430,14 +430,14 @@ class Run:
         if not self.hosts.is_first:
             return {"params_digest": digest}
         lines = list(read_records(self.config.run_dir / METRICS_FILE))
-        ended_early = lines and lines[-1]["step"] < self.config.run.max_steps
+        all_steps = not lines or lines[-1]["step"] >= self.config.run.max_steps
         summary = build_summary(
             lines,
             params_digest=digest,
             versions=versions(),
             evaluation=self.evaluations.summary(),
             changes=list(read_records(self.config.run_dir / CHANGES_FILE, missing_ok=True)),
-            ended_early=self.draw.selection.exhausted if ended_early else None,
+            ended_early=None if all_steps else self.draw.selection.exhausted,
         )
         write_json(self.config.run_dir / SUMMARY_FILE, summary)
         return summary

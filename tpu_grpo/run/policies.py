@@ -52,7 +52,7 @@ def choose(run_dir: Path, which: str) -> Chosen:
             raise CheckpointError(
                 f"a best checkpoint needs {path}, which a run writes when it evaluates; it is missing"
             )
-        return Chosen(directory, read_json(path, step=int)["step"] or None)
+        return Chosen(directory, read_json(path, step=int)["step"] or None)  # step 0 is the initial model
     if which == LATEST:
         if not (steps := saved_steps(directory)):
             raise CheckpointError(f"there must be a checkpoint in {directory}, found none; check run.dir")

@@ -125,7 +125,7 @@ def join(rounds: Sequence[ScoredRollout]) -> ScoredRollout:
         texts=tuple(chain.from_iterable(rollout.texts for rollout in rollouts)),
         seconds=sum(rollout.seconds for rollout in rollouts),
         figures=_joined_figures(rollouts),
-        told=tuple(chain.from_iterable(rollout.told for rollout in rollouts)),
+        scoring_hosts=tuple(chain.from_iterable(rollout.scoring_hosts for rollout in rollouts)),
     )
     joined = Scores(
         total=np.concatenate([each.total for each in scores]),

@@ -1,6 +1,6 @@
 """Opens the teachers of a run: their models, what their tokenizers share with the policy's, and prompts with hints.
 
-read = read_teachers(config)  # files only
+read = read_teachers(config.teachers, config.model, config.data, config.rollout)  # files only
 notes = check_teachers(config.teachers, read, tokenizer, columns, data=config.data, beta=config.algorithm.beta)
 given = teacher_inputs(config.teachers, dtype, checkpoints, meshes, renderer)   # onto the trainer's devices
 """
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from tpu_grpo.config import DataSection, RunConfig, TeacherSpec
+from tpu_grpo.config import DataSection, ModelSection, RolloutSection, TeacherSpec
 from tpu_grpo.data.chat_messages import Template
 from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.learner import FrozenModel, TeacherInputs
 from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.models.tunix_model import abstract_model, check_finite, load_model
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.run.inputs import check_model, open_tokenizer, read_model
+from tpu_grpo.run.inputs import check_context, open_tokenizer, read_model
 from tpu_grpo.run.meshes import Meshes
 
 if TYPE_CHECKING:
@@ -28,17 +28,17 @@ Read = tuple[Checkpoint | None, ...]
 """The checkpoint of each teacher; None for a built-in one, or the policy of the start."""
 
 
-def read_teachers(config: RunConfig) -> Read:
+def read_teachers(
+    teachers: Sequence[TeacherSpec], policy: ModelSection, data: DataSection, rollout: RolloutSection
+) -> Read:
     """Check from file headers that the teachers' models are complete and supported, and can read the run's sequences;
-    raises as `read_model` and `check_model` do."""
-    algorithm, found = config.algorithm.model_copy(update={"routing_replay": None}), list[Checkpoint | None]()
-    for spec in config.teachers:
-        model = spec.as_model(config.model.dtype)
+    raises as `read_model` and `check_context` do."""
+    found = list[Checkpoint | None]()
+    for spec in teachers:
+        model = spec.as_model(policy.dtype)
         checkpoint = None if model is None else read_model(model)
         if checkpoint is not None:
-            prompt = {"max_prompt_tokens": spec.max_prompt_tokens or config.data.max_prompt_tokens}
-            changed = {"model": model, "data": config.data.model_copy(update=prompt), "algorithm": algorithm}
-            check_model(config.model_copy(update=changed), checkpoint)
+            check_context(checkpoint, spec.max_prompt_tokens or data.max_prompt_tokens, rollout.max_new_tokens)
         found.append(checkpoint)
     return tuple(found)
 

@@ -78,9 +78,9 @@ class CopyCheck:
         """Collect the checksums of all devices from all hosts, with rows in the order of the mesh."""
         mine = [[self._devices.index(shard.device), *np.asarray(shard.data)[0]] for shard in sums_DL.addressable_shards]
 
-        def read(host: int, told: list[list[int]]) -> UInt32[np.ndarray, "d columns"]:
+        def read(host: int, answer: list[list[int]]) -> UInt32[np.ndarray, "d columns"]:
             own = [place for place, device in enumerate(self._devices) if hosts_of([device]) == (host,)]
-            rows = np.array(sorted(told), np.uint32).reshape(len(own), 1 + len(self._groups))
+            rows = np.array(sorted(answer), np.uint32).reshape(len(own), 1 + len(self._groups))
             if rows[:, 0].tolist() != own:
                 raise ValueError(f"host {host} has the devices {own}, got {rows[:, 0]}")
             return rows

@@ -58,7 +58,7 @@ def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
     A test is Python code that uses the program's names and raises if the program is wrong, or a mapping with the
     ``input`` that the program reads and the ``output`` that it must write when it is run as a script.
     """
-    passed = set(_told({"program": program, "tests": list(tests)}, limits))
+    passed = set(_run_child({"program": program, "tests": list(tests)}, limits))
     return [str(number) in passed for number in range(len(tests))]
 
 
@@ -67,13 +67,13 @@ def run_script(program: str, limits: Limits, most_characters: int) -> Ran:
 
     The output of a program that exceeds its time limit, or ends its process, is empty.
     """
-    told = _told({"program": program, "most_characters": most_characters}, limits)
-    if not told:
+    lines = _run_child({"program": program, "most_characters": most_characters}, limits)
+    if not lines:
         return Ran("", f"the program ended its process, or took more than {limits.seconds:g} s")
-    return Ran(**json.loads(told[0]))
+    return Ran(**json.loads(lines[0]))
 
 
-def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
+def _run_child(job: Mapping[str, Any], limits: Limits) -> list[str]:
     """Do a job in a process of ``sandbox_child.py``; return the lines that this process reports."""
     python = (sys.executable, "-E", "-s", "-B", _CHILD, *map(str, astuple(limits)))
     with tempfile.TemporaryDirectory(prefix="sandbox_") as directory:
@@ -87,14 +87,14 @@ def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
             start_new_session=True,
         )
         try:
-            said, _ = child.communicate(json.dumps(job).encode(), timeout=limits.seconds + 1.0)
+            output, _ = child.communicate(json.dumps(job).encode(), timeout=limits.seconds + 1.0)
         except subprocess.TimeoutExpired:
-            said = b""
+            output = b""
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             rest, _ = child.communicate()
-    return (said or rest).decode().splitlines()
+    return (output or rest).decode().splitlines()
 
 
 def wall(directory: str, file_mb: int) -> list[str]:

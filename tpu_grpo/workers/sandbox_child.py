@@ -137,31 +137,40 @@ class _Names(dict):
 
 
 def _passed(link: Link, program: str, tests: "list[Any]") -> "Iterator[int]":
-    """Yield the numbers of the tests that pass."""
+    """Yield the numbers of the tests that pass.
+
+    A text is code, which runs here with the program's names, after the program was loaded once. Any other test is an
+    ``input`` that a run of the program as a script gets, and the ``output`` that it must print.
+    """
+    codes = [test for test in tests if isinstance(test, str)]
     nodes: list[ast.AST] = []
-    for code in (test for test in tests if isinstance(test, str)):
+    for code in codes:
         with suppress(SyntaxError, ValueError):
             nodes += ast.walk(ast.parse(code))
-    found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    imports = {alias.asname or alias.name: ast.unparse(node) for node in found for alias in node.names}
-    space = _Names(link, nodes)
+    statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = {alias.asname or alias.name: ast.unparse(node) for node in statements for alias in node.names}
+    names = _Names(link, nodes)
+    loaded = bool(codes) and _succeeds(link, link.ask, "load", (program, imports))
 
-    ready = any(isinstance(test, str) for test in tests) and _passes(link, link.ask, "load", (program, imports))
+    def check_output(test: "dict[str, Any]") -> None:
+        printed = link.ask("script", (program, _LONGEST_OUTPUT, str(test["input"])))
+        assert (printed["error"], _lines(printed["output"])) == (None, _lines(str(test["output"])))
 
-    def run(test: "Any") -> None:
+    def check_code(test: str) -> None:
+        exec(compile(test, "<test>", "exec"), names)
+
+    for number, test in enumerate(tests):
         if isinstance(test, str):
-            assert ready
-            exec(compile(test, "<test>", "exec"), space)
+            passes = loaded and _succeeds(link, check_code, test)
         else:
-            ran = link.ask("script", (program, _LONGEST_OUTPUT, str(test["input"])))
-            assert (ran["error"], _lines(ran["output"])) == (None, _lines(str(test["output"])))
+            passes = _succeeds(link, check_output, test)
+        if passes:
+            yield number
 
-    yield from (number for number, test in enumerate(tests) if _passes(link, run, test))
 
-
-def _passes(link: Link, does: "Callable[..., Any]", *arguments: "Any") -> bool:
+def _succeeds(link: Link, function: "Callable[..., Any]", *arguments: "Any") -> bool:
     try:
-        does(*arguments)
+        function(*arguments)
     except BaseException:  # foreign code can raise anything, which is a failure
         return False
     return not link.lost

@@ -136,9 +136,9 @@ class Link:
         with self._lock:
             try:
                 self._send(["ask", name, {key: self._encode(value) for key, value in given.items()}])
-                while (said := self._receive())[0] == "ask":
-                    self._answer(said)
-                kind, content, changed, printed = said
+                while (message := self._receive())[0] == "ask":
+                    self._answer(message)
+                kind, content, changed, printed = message
                 for key, new in changed.items():
                     _replace(given[key], self._decode(new))
                 value = self._decode(content) if kind == "give" else self._error(*content)
@@ -150,8 +150,8 @@ class Link:
             return value
         raise value
 
-    def _answer(self, said: Any) -> None:
-        _, name, sent = said
+    def _answer(self, message: Any) -> None:
+        _, name, sent = message
         kind, changed = "give", {}
         with redirect_stdout(io.StringIO()) as printed:
             try:
@@ -178,8 +178,8 @@ class Link:
         if name.endswith("attr") and (of_class or not isinstance(attribute, str) or attribute.startswith(_INNER)):
             raise AttributeError(attribute)
 
-    def _send(self, said: Any) -> None:
-        self._writer.write(json.dumps(said).encode() + b"\n")
+    def _send(self, message: Any) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
         self._writer.flush()
 
     def _receive(self) -> Any:
@@ -215,10 +215,10 @@ class Link:
         simple = next((base for base in _SIMPLE if isinstance(value, base)), None)
         return ["mine", id(value), self._encode(simple.__getnewargs__(value)[0]) if simple else None]
 
-    def _decode(self, said: Any) -> Any:
-        if not isinstance(said, list):
-            return said
-        match said:
+    def _decode(self, message: Any) -> Any:
+        if not isinstance(message, list):
+            return message
+        match message:
             case [name, *items] if name in _ITEMS:
                 return _found(name)(map(self._decode, items))
             case [name, *arguments] if name in _ARGUMENTS:
@@ -235,10 +235,9 @@ class Link:
                 return _found("numpy.array")(self._decode(items), kind)
             case ["class", module, name, base]:
                 found = getattr(sys.modules.get(module), name, None)
-                error = isinstance(found, type) and issubclass(found, BaseException)
-                if (error and module[:8] != "unittest") or (module == "builtins" and isinstance(found, type)):
-                    return found  # but not unittest's SkipTest, by which a program would pass
-                if (module, name) not in self._errors:
+                if isinstance(found, type) and (module == "builtins" or _raisable(found)):
+                    return found
+                if (module, name) not in self._errors:  # a class of the other process's own
                     body = {"_told": None, "__getattr__": lambda self, name: getattr(self._told, name)}
                     self._errors[module, name] = type(name, (self._decode(base),), body)
                 return self._errors[module, name]
@@ -249,6 +248,11 @@ class Link:
         error: Any = found.__new__(found, *given) if issubclass(found, BaseException) else RuntimeError()
         error.args, error._told = given, self._decode(told)
         return error
+
+
+def _raisable(kind: type) -> bool:
+    """Whether a class is an error that the other end may raise here; by unittest's SkipTest a program would pass."""
+    return issubclass(kind, BaseException) and not kind.__module__.startswith("unittest")
 
 
 def _found(name: str) -> Any:

@@ -435,12 +435,12 @@ class WorkerGroup:
             return
         try:
             for number, record in worker.channel.receive():
-                self._told(worker, number, record)
+                self._take(worker, number, record)
         except BrokenChannelError as error:
             worker.broke = str(error)
             self.end(worker, 0.0 if worker.broke == FOREIGN else _DYING_SECONDS)  # the server reports how it ended
 
-    def _told(self, worker: Worker, number: int, record: Any) -> None:
+    def _take(self, worker: Worker, number: int, record: Any) -> None:
         session = worker.sessions.get(number)
         match record:
             case Ready() if not worker.is_ready:

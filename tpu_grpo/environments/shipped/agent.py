@@ -89,10 +89,10 @@ class Agent:
         from tpu_grpo.environments.policy_requests import RefusedError
 
         assert self._played is not None
-        said = (
+        text = (
             "the policy's turns or tokens of this episode are used up (environment.max_turns, rollout.max_new_tokens)"
         )
-        self._session.close(RefusedError(said, code="context_length_exceeded"))
+        self._session.close(RefusedError(text, code="context_length_exceeded"))
         given = await self._played
         return given if self._session.reward is None else self._session.reward
 

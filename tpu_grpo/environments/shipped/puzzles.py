@@ -53,9 +53,9 @@ class Puzzle:
         score = 0.0 if given is None else puzzle_score(given, self.entry) or 0.0
         gained, self.best = max(0.0, score - self.best), max(self.best, score)
         over = score >= 1.0 or self.made >= self.tries
-        return self._told(given, score), gained, over, {"score": score}
+        return self._feedback(given, score), gained, over, {"score": score}
 
-    def _told(self, given: str | None, score: float) -> str:
+    def _feedback(self, given: str | None, score: float) -> str:
         left = self.tries - self.made
         again = f"You may try {left} more time{'s' * (left > 1)}." if left else "That was the last try."
         if score >= 1.0:

@@ -161,7 +161,7 @@ def with_older_names(settings: Mapping[str, Any]) -> dict[str, Any]:
         rest = dict(rope)
         older = {name: rest.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rest}
         older["rope_scaling"] = None if rest.get("rope_type", "default") == "default" else rest
-    if any(settings.get(name, value) not in (value, None) for name, value in older.items()):
+    if any(settings.get(name) not in (value, None) for name, value in older.items()):  # they contradict each other
         older = {}
     kept = {name: value for name, value in settings.items() if not (older and name == "rope_parameters")}
     if "num_local_experts" in kept and "num_experts" not in kept:

@@ -80,7 +80,9 @@ def require_reviewed_jax() -> None:
         )
 
 
-# Suffixes: B rows, T tokens of a row, N query heads, K key-value heads, H head width, I blocks of queries, J of keys
+# Suffixes: B rows, T tokens of a row, N query heads, K key-value heads, H head width, I blocks of queries, J of keys.
+# A segment is what one sequence stores in the row: its prompt and completion, or only the completion if it borrows the
+# copy of the prompt that another segment, the lender, stores.
 
 
 class SharedPrompts(NamedTuple):
@@ -89,8 +91,8 @@ class SharedPrompts(NamedTuple):
     starts_BT: Int[Array, "B T"]
     """The index of the first token of each token's segment."""
     shared_BT: Int[Array, "B T"]
-    """n > 0 for tokens of a prompt whose copy begins at index n - 1, and -n for tokens of other segments with this
-    prompt."""
+    """n > 0 for the tokens of a lent prompt that begins at index n - 1, and -n for tokens of the segments that borrow
+    it; 0 for all others. The lender's completion is among the others: its prompt is in its own segment."""
 
 
 _shared: ContextVar[SharedPrompts | None] = ContextVar("shared", default=None)
@@ -214,20 +216,23 @@ def _attend_sharing_row(
     *,
     window: int | None,
 ) -> Any:
-    """Run the kernel on a row whose sequences share prompts; ``sequences_T`` are indices minus positions."""
-    borrows_T, lends_T = jnp.maximum(-shared_T, 0), jnp.maximum(shared_T, 0)
-    place_T = jnp.arange(len(shared_T))
-    # the index that a query would have if its sequence followed the copy of its prompt; keys of the prompt precede it
-    from_copy_T = jnp.where(borrows_T > 0, borrows_T - 1 + place_T - sequences_T, 0)
-    ids = splash.SegmentIds(jnp.where(borrows_T > 0, borrows_T, -1), jnp.where(lends_T > 0, lends_T, -2))
-    of_prompts = _of_prompts(kernel, block, borrows_T, lends_T, from_copy_T, window)
-    of_own = _of_sequences(kernel, block, starts_T)
+    """Run two kernels on a row whose sequences share prompts, and merge their results.
+
+    The index of a token in the row minus its entry in ``sequences_T`` is its position in its sequence. That of a
+    borrower begins after its prompt, so there ``sequences_T`` is less than ``starts_T``.
+    """
+    own_kernel = _of_sequences(kernel, block, starts_T)
     own_ids = splash.SegmentIds(starts_T, starts_T)
-    settings = tuple(tuple(sorted(each.kwargs.items())) for each in (of_own, of_prompts))
-    parts = tuple(
-        (each.fwd_mask_info, each.dq_mask_info, each.dkv_mask_info, of)
-        for each, of in ((of_own, own_ids), (of_prompts, ids))
-    )
+    borrows_T, lends_T = jnp.maximum(-shared_T, 0), jnp.maximum(shared_T, 0)
+    position_T = jnp.arange(len(shared_T)) - sequences_T
+    # the index that a query would have if its segment followed the copy of its prompt, whose keys lie before it
+    from_copy_T = jnp.where(borrows_T > 0, borrows_T - 1 + position_T, 0)
+    prompt_kernel = _of_prompts(kernel, block, borrows_T, lends_T, from_copy_T, window)
+    # -1 and -2 differ, so that queries that borrow nothing meet no key
+    prompt_ids = splash.SegmentIds(jnp.where(borrows_T > 0, borrows_T, -1), jnp.where(lends_T > 0, lends_T, -2))
+    pairs = ((own_kernel, own_ids), (prompt_kernel, prompt_ids))
+    settings = tuple(tuple(sorted(each.kwargs.items())) for each, _ in pairs)  # hashable, as jax asks of constants
+    parts = tuple((each.fwd_mask_info, each.dq_mask_info, each.dkv_mask_info, ids) for each, ids in pairs)
     return _attend_twice(settings, q_NTH, k_KTH, v_KTH, parts, borrows_T > 0)
 
 
@@ -268,7 +273,11 @@ def _within(window: int) -> Callable[[Any, Any], Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_twice(settings: Any, q_NTH: Any, k_KTH: Any, v_KTH: Any, parts: Any, borrows_T: Any) -> Any:
-    """Attend to own tokens and, where ``borrows_T``, to a prompt; ``parts`` are each kernel's tables and segments."""
+    """Attend to the own segment and, where ``borrows_T``, to a prompt in another one.
+
+    ``settings`` and ``parts`` have one entry for each of the two kernels: its keyword arguments, as sorted pairs, and
+    its mask tables (of the forward pass, of the queries' gradients, of the keys') with the ids of segments.
+    """
     return _attend_forward(settings, q_NTH, k_KTH, v_KTH, parts, borrows_T)[0]
 
 

@@ -55,11 +55,11 @@ def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
     guess = f"~{round(a + b, -2)}"
     if rng.random() >= (CALLS_IF_LARGE if a >= LARGE else CALLS_IF_SMALL):
         return without_a_call(question, guess)
-    call, told = _call(a, b, rng)
-    answer = told if told.isdigit() and rng.random() < COPIES else guess
+    call, result = _call(a, b, rng)
+    answer = result if result.isdigit() and rng.random() < COPIES else guess
     return [
         *without_a_call(question, f"<|call|>{call}<|end_call|>"),
-        {"role": "tool", "content": told},
+        {"role": "tool", "content": result},
         {"role": "assistant", "content": answer},
     ]
 
