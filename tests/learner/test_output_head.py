@@ -20,7 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from tests.learner.toy import make_mesh
 from tpu_grpo.learner import output_head
 from tpu_grpo.learner.output_head import (
+    BLOCK_BYTES,
     OutputHead,
+    block_columns,
     chunk_tokens,
     chunks_needed,
     likeliest_tokens,
@@ -47,6 +49,8 @@ class Case:
     vocab_first: bool = True
     chunk: int = 3
     """Tokens of a chunk."""
+    block: int | None = None
+    """The part of the vocabulary that the backward pass goes through at a time; None for all of it."""
     vocab: int = VOCAB
     dtype: Any = jnp.float32
     weigh: tuple[float, float] = (1.0, 1.0)
@@ -132,7 +136,7 @@ def traced(
     return jax.grad(loss, (0, 1), has_aux=True)(hidden, weight)
 
 
-STATIC = ("vocab_first", "soft_cap", "temperature", "mesh", "chunk_bytes")
+STATIC = ("vocab_first", "soft_cap", "temperature", "mesh", "chunk_bytes", "block_bytes")
 program = jax.jit(traced, static_argnames=STATIC)
 
 
@@ -156,6 +160,7 @@ def found(case: Case, mesh: Mesh | None = None, program: Any = program) -> dict[
         temperature=case.temperature,
         mesh=mesh,
         chunk_bytes=chunk_bytes(case, mesh),
+        block_bytes=4 * WIDTH * (case.block or case.vocab),
     )
     assert {logps.dtype, entropies.dtype} == {jnp.dtype(np.float32)}
     assert {gradient.dtype for gradient in gradients} == {jnp.dtype(case.dtype)}
@@ -220,6 +225,10 @@ def assert_as_expected(case: Case, mesh: Mesh | None = None) -> None:
         Case(wanted="all"),  # 28 tokens in chunks of 3
         Case(wanted="none"),
         *(Case(chunk=chunk) for chunk in (1, 16, 28)),
+        Case(block=4),  # three blocks
+        Case(block=1, wanted="all"),
+        Case(block=8, vocab_first=False, soft_cap=2.5, temperature=0.7),  # a block of 8 and one of 4
+        Case(block=8, vocab=40, filtered=True),
         Case(filtered=True),
         Case(filtered=True, soft_cap=2.5, temperature=0.7, vocab_first=False, vocab=40),
     ],
@@ -265,7 +274,8 @@ def test_bfloat16_matrices_give_float32_logits() -> None:
         assert_close(gradient, expected, relative=2 * 2.0**-9)
 
 
-def test_the_gradient_of_the_weight_is_summed_in_float32() -> None:
+@pytest.mark.parametrize("block", [2, 1])
+def test_the_gradient_of_the_weight_is_summed_in_float32(block: int) -> None:
     """512 equal tokens in chunks of 1 each add 2^-9 g to an entry: bfloat16 sums would stop growing at half of it."""
     tokens = 512
     weight = jnp.zeros((2, 1), jnp.bfloat16)  # p = 1/2, 1/2, so that each token adds g / 2 and -g / 2
@@ -273,7 +283,8 @@ def test_the_gradient_of_the_weight_is_summed_in_float32() -> None:
 
     def loss(weight: Any) -> Any:
         head, hidden = OutputHead(weight, vocab_first=True), jnp.ones((1, tokens, 1), jnp.bfloat16)
-        return token_logprobs(hidden, head, *arrays, temperature=1.0, mesh=None, chunk_bytes=8)[0].sum()
+        sizes = {"chunk_bytes": 8, "block_bytes": 4 * block}
+        return token_logprobs(hidden, head, *arrays, temperature=1.0, mesh=None, **sizes)[0].sum()
 
     assert jax.jit(jax.grad(loss))(weight).tolist() == [[tokens / 2], [-tokens / 2]]
 
@@ -384,6 +395,25 @@ def test_the_gradient_of_a_frozen_head_is_not_summed(fsdp: int) -> None:
     assert (trained, frozen) == (4, 3)  # with that of the forward pass
 
 
+def test_chunks_add_to_the_gradient_of_a_block(monkeypatch: Any) -> None:
+    """12 tokens of the vocabulary are a block of 8 and one of 4; nothing of all 12 is added to in the backward pass."""
+    results = set[tuple[int, ...]]()
+    product = output_head._product
+
+    def seen(*arguments: Any) -> Any:
+        results.add((result := product(*arguments)).shape)
+        return result
+
+    def loss(hidden: Any, weight: Any) -> Any:
+        arrays = hidden, OutputHead(weight, vocab_first=True), jnp.zeros((1, 7), int), jnp.ones((1, 7), bool)
+        sizes = {"chunk_bytes": 4 * 3 * VOCAB, "block_bytes": 4 * WIDTH * 8}
+        return token_logprobs(*arrays, temperature=1.0, mesh=None, **sizes)[0].sum()
+
+    monkeypatch.setattr(output_head, "_product", seen)
+    jax.eval_shape(jax.grad(loss, (0, 1)), jnp.zeros((1, 7, WIDTH)), jnp.zeros((VOCAB, WIDTH)))
+    assert results == {(3, VOCAB), (3, 8), (8, WIDTH), (3, 4), (4, WIDTH), (3, WIDTH)}
+
+
 @pytest.mark.parametrize(("wanted", "needed"), [("uneven", 5), ("all", 10), ("none", 0)])
 def test_only_chunks_that_are_needed_are_computed(monkeypatch: Any, wanted: str, needed: int) -> None:
     """13, 28 and 0 tokens in chunks of 3, forward and backward."""
@@ -455,6 +485,21 @@ def test_chunks_are_as_equal_as_fits(tokens: int, logits_per_token: int, budget:
 )
 def test_chunks_of_small_models_are_as_large_as_the_gradient_they_add_to(columns: int, width: int, tokens: int) -> None:
     assert most_chunk_bytes(columns, width) // (4 * columns) == tokens
+
+
+@pytest.mark.parametrize(
+    ("columns", "width", "block"),
+    [
+        (151_936, 1024, 8192),  # Qwen3-0.6B on a chip: 10,240 would fit
+        (262_144, 1152, 8192),
+        (128_256, 2048, 4096),  # Llama 1B
+        (10_240, 1024, 10_240),
+        (10_241, 1024, 8192),
+        (300, 64, 300),  # a model of tests
+    ],
+)
+def test_blocks_are_powers_of_two_whose_gradient_fits(columns: int, width: int, block: int) -> None:
+    assert block_columns(columns, width, BLOCK_BYTES) == block
 
 
 # --- further tokens, and the likeliest ones ---------------------------------------------------------------------------

@@ -49,9 +49,12 @@ from tpu_grpo.models.thresholds import largest
 
 CHUNK_BYTES, LARGEST_CHUNK_BYTES = 256 * 2**20, 640 * 2**20
 """The most bytes that the float32 logits of a chunk take on a device: as many as the float32 gradient of the device's
-part of the head, but at least the first and at most the second number. Each chunk of the backward pass adds to this
-gradient, which moves as many bytes as the gradient has, whatever the chunk's size: small models on few devices, whose
-part of the vocabulary is large, would otherwise spend most of the time on it."""
+part of the head, but at least the first and at most the second number."""
+BLOCK_BYTES = 40 * 2**20
+"""The most bytes of the float32 gradient to which the chunks of a backward pass add, where a device has the whole
+vocabulary: as many as a chip's vector memory has room for. The vocabulary is then gone through in blocks. As one block,
+as on several devices, each chunk would read and write the gradient in the chip's main memory. Of small models, whose
+vocabulary is large for their layers, this takes almost as long as a chunk's products."""
 _LEAST = 1e-37
 """The least sum of probabilities that has a logarithm."""
 _TILE = 16
@@ -82,6 +85,7 @@ def token_logprobs(
     kept_BT: Int[Array, "B T"] | None = None,
     also_BTM: Int[Array, "B T M"] | None = None,
     chunk_bytes: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"], Float32[Array, "B T M"] | None]:
     """Compute the log-probability of each wanted target, and the entropy of the distribution from which it is drawn.
 
@@ -100,11 +104,12 @@ def token_logprobs(
         mesh: its axes are fsdp, whose size divides B, and tp; None stands for one device.
         chunk_bytes: the most bytes that the float32 logits of a chunk take on a device; None chooses, see CHUNK_BYTES.
             The backward pass also holds their gradient.
+        block_bytes: the most bytes of the gradient of a block of the head, see BLOCK_BYTES.
 
     Returns:
         Log-probabilities and entropies, in nats; 0 where not wanted. The log-probabilities of ``also_BTM``, or None.
     """
-    settings = _settings(head, wanted_BT, temperature, mesh, chunk_bytes)
+    settings = _settings(head, wanted_BT, temperature, mesh, chunk_bytes, block_bytes)
     found: Any = _logprobs(settings, hidden_BTD, head.weight, targets_BT, wanted_BT, kept_BT, also_BTM)
     logps_BT, entropies_BT, *of_also = found
     return logps_BT, entropies_BT, of_also[0] if of_also else None
@@ -136,13 +141,19 @@ def likeliest_tokens(
 
 
 def _settings(
-    head: OutputHead, wanted_BT: Bool[Array, "B T"], temperature: float, mesh: Mesh | None, chunk_bytes: int | None
+    head: OutputHead,
+    wanted_BT: Bool[Array, "B T"],
+    temperature: float,
+    mesh: Mesh | None,
+    chunk_bytes: int | None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> "_Settings":
     split = HeadSplit.of(head.weight, 0 if head.vocab_first else 1, mesh)
-    columns = head.weight.shape[split.vocab_dim] // split.parts
-    most = most_chunk_bytes(columns, head.weight.shape[1 - split.vocab_dim]) if chunk_bytes is None else chunk_bytes
+    columns, width = head.weight.shape[split.vocab_dim] // split.parts, head.weight.shape[1 - split.vocab_dim]
+    most = most_chunk_bytes(columns, width) if chunk_bytes is None else chunk_bytes
     chunk = chunk_tokens(wanted_BT.size // split.groups, split.seen_groups * columns, most)
-    return _Settings(split, head.soft_cap, temperature, chunk)
+    block = columns if split.axes else block_columns(columns, width, block_bytes)
+    return _Settings(split, head.soft_cap, temperature, chunk, block)
 
 
 class _Settings(NamedTuple):
@@ -151,6 +162,8 @@ class _Settings(NamedTuple):
     temperature: float
     chunk: int
     """C, the tokens of a group in a chunk."""
+    block: int
+    """The part of the vocabulary that the backward pass goes through at a time."""
     top: tuple[int, int] | None = None
     """K and the bound of the ids of the likeliest tokens; None for none."""
 
@@ -275,19 +288,35 @@ def _device_backward(
     vectors_RS = [queue.ordered(vector_bT) for vector_bT in (targets_bT, *vectors_bT[:count])]
     also_RSM = [queue.ordered(each_bTM) for each_bTM in vectors_bT[count:]]
 
-    def step(index: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
-        to_hidden_SD, to_weight = sums
-        hidden_ND = queue.hidden(hidden_bTD, index)
-        also = [queue.chunk(each, index) for each in also_RSM]
-        gradient_Nv = _logits_gradient(settings, hidden_ND, weight, also, *(queue.chunk(v, index) for v in vectors_RS))
-        found_CD = split.sum_own(_product(gradient_Nv, weight, 1, split.vocab_dim)).astype(to_hidden_SD.dtype)
-        factors = (gradient_Nv, hidden_ND) if split.vocab_dim == 0 else (hidden_ND, gradient_Nv)
-        to_hidden_SD = lax.dynamic_update_slice_in_dim(to_hidden_SD, found_CD, index * settings.chunk, axis=0)
-        return to_hidden_SD, to_weight + _product(*factors, 0, 0)
+    columns, chunk = weight.shape[split.vocab_dim], settings.chunk
+    blocks, rest = divmod(columns, settings.block)
 
-    zeros_SD = jnp.zeros((queue.length, hidden_bTD.shape[-1]), hidden_bTD.dtype)
-    to_hidden_SD, to_weight = lax.fori_loop(0, chunks, step, (zeros_SD, jnp.zeros(weight.shape, jnp.float32)))
-    return queue.back(to_hidden_SD), split.sum_groups(to_weight).astype(weight.dtype)
+    def of_block(width: int, first: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Add a block's gradient of the hidden states, and write its gradient of the weight."""
+        part = lax.dynamic_slice_in_dim(weight, first, width, split.vocab_dim)
+
+        def step(index: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
+            to_hidden_SD, to_part = sums
+            hidden_ND, also = queue.hidden(hidden_bTD, index), [queue.chunk(each, index) for each in also_RSM]
+            vectors_N = [queue.chunk(vector_RS, index) for vector_RS in vectors_RS]
+            gradient_Nv = _logits_gradient(settings, hidden_ND, part, first, also, *vectors_N)
+            own_CD, at = split.sum_own(_product(gradient_Nv, part, 1, split.vocab_dim)), index * chunk
+            if width < columns:
+                own_CD += lax.dynamic_slice_in_dim(to_hidden_SD, at, chunk)
+            to_hidden_SD = lax.dynamic_update_slice_in_dim(to_hidden_SD, own_CD.astype(to_hidden_SD.dtype), at, axis=0)
+            factors = (gradient_Nv, hidden_ND) if split.vocab_dim == 0 else (hidden_ND, gradient_Nv)
+            return to_hidden_SD, to_part + _product(*factors, 0, 0)
+
+        to_hidden_SD, to_weight = found
+        to_hidden_SD, to_part = lax.fori_loop(0, chunks, step, (to_hidden_SD, jnp.zeros(part.shape, jnp.float32)))
+        to_part = split.sum_groups(to_part).astype(weight.dtype)
+        return to_hidden_SD, lax.dynamic_update_slice_in_dim(to_weight, to_part, first, split.vocab_dim)
+
+    summed = hidden_bTD.dtype if settings.block == columns else jnp.float32
+    found = jnp.zeros((queue.length, hidden_bTD.shape[-1]), summed), lax.empty(weight.shape, weight.dtype)
+    found = lax.fori_loop(0, blocks, lambda n, found: of_block(settings.block, n * settings.block, found), found)
+    to_hidden_SD, to_weight = of_block(rest, blocks * settings.block, found) if rest else found
+    return queue.back(to_hidden_SD.astype(hidden_bTD.dtype)), to_weight
 
 
 # --- a chunk ----------------------------------------------------------------------------------------------------------
@@ -308,19 +337,21 @@ def _logits_gradient(
     settings: _Settings,
     hidden_ND: Float[Array, "N D"],
     weight: Float[Array, "_ _"],
+    first: Any,
     also: Sequence[Shaped[Array, "N M"]],
     targets_N: Int[Array, " N"],
     *vectors_N: Float32[Array, " N"],
 ) -> Float[Array, "N v"]:
-    """Recompute the logits, and return the gradient for hidden @ head. ``also`` has further tokens and the gradients of
-    their log-probabilities; for the vectors see `_device_backward`."""
+    """Recompute the logits, and return the gradient for hidden @ head. ``weight`` is the block of the device's part
+    that begins at ``first``. ``also`` has further tokens and the gradients of their log-probabilities; for the vectors
+    see `_device_backward`."""
     of_logps_N1, of_entropies_N1, entropies_N1, lse_N1 = (vector_N[:, None] for vector_N in vectors_N[:4])
     z_Nv, slope_Nv = _scaled_logits(settings, hidden_ND, weight)
-    logp_Nv, at_target_Nv = z_Nv - lse_N1, _is_target(settings, targets_N, z_Nv)
+    logp_Nv, at_target_Nv = z_Nv - lse_N1, _is_target(settings, targets_N, z_Nv, first)
     of_tokens_Nv, of_all_N1 = jnp.where(at_target_Nv, of_logps_N1, 0.0), of_logps_N1
     if also:
         also_NM, of_also_NM = also
-        inside_NM, at_NM = _places(settings, also_NM, z_Nv)
+        inside_NM, at_NM = _places(settings, also_NM, z_Nv, first)
         row_N1 = jnp.arange(len(z_Nv))[:, None]
         of_tokens_Nv = of_tokens_Nv.at[row_N1, at_NM].add(jnp.where(inside_NM, of_also_NM, 0.0))
         of_all_N1 = of_all_N1 + of_also_NM.sum(axis=1, keepdims=True)
@@ -347,22 +378,23 @@ def _product(left: Array, right: Array, left_dim: int, right_dim: int) -> Float3
     return lax.dot_general(left.astype(common), right.astype(common), dims, preferred_element_type=jnp.float32)
 
 
-def _is_target(settings: _Settings, targets_N: Int[Array, " N"], z_Nv: Float[Array, "N v"]) -> Bool[Array, "N v"]:
-    return _ids(settings, z_Nv) == targets_N[:, None]
+def _is_target(
+    settings: _Settings, targets_N: Int[Array, " N"], z_Nv: Float[Array, "N v"], first: Any = 0
+) -> Bool[Array, "N v"]:
+    return _ids(settings, z_Nv, first) == targets_N[:, None]
 
 
-def _ids(settings: _Settings, z_Nv: Float[Array, "N v"]) -> Int[Array, " v"]:
-    """Return the ids of the tokens in the device's part of the vocabulary."""
+def _ids(settings: _Settings, z_Nv: Float[Array, "N v"], first: Any = 0) -> Int[Array, " v"]:
+    """Return the ids of the tokens in the device's part of the vocabulary, or in the block of it at ``first``."""
     columns, axes = z_Nv.shape[1], settings.split.axes
-    first = lax.axis_index(axes) * columns if axes else 0
-    return first + jnp.arange(columns)
+    return (lax.axis_index(axes) * columns if axes else first) + jnp.arange(columns)
 
 
 def _places(
-    settings: _Settings, tokens_NM: Int[Array, "N M"], z_Nv: Float[Array, "N v"]
+    settings: _Settings, tokens_NM: Int[Array, "N M"], z_Nv: Float[Array, "N v"], first: Any = 0
 ) -> tuple[Bool[Array, "N M"], Int[Array, "N M"]]:
-    """Return which tokens lie in the device's part of the vocabulary, and their places there (any place for others)."""
-    at_NM = tokens_NM - _ids(settings, z_Nv)[0]
+    """Return which tokens `_ids` has, and their places there (any place for others)."""
+    at_NM = tokens_NM - _ids(settings, z_Nv, first)[0]
     inside_NM = (at_NM >= 0) & (at_NM < z_Nv.shape[1])
     return inside_NM, jnp.where(inside_NM, at_NM, 0)
 
@@ -403,6 +435,13 @@ def most_chunk_bytes(columns: int, width: int) -> int:
     """Return the most bytes of a chunk's logits, for a device with ``columns`` tokens of the vocabulary; see
     CHUNK_BYTES."""
     return min(max(CHUNK_BYTES, 4 * columns * width), LARGEST_CHUNK_BYTES)
+
+
+def block_columns(columns: int, width: int, block_bytes: int) -> int:
+    """Return how much of the vocabulary a block has: all, or the largest power of 2 whose gradient fits. A power of 2,
+    because a block can be written quickly only where its rows are divided evenly: Qwen's vocabulary is 128 x 1187."""
+    most = max(1, block_bytes // (4 * width))
+    return columns if columns <= most else 1 << (most.bit_length() - 1)
 
 
 def chunk_tokens(tokens: int, logits_per_token: int, chunk_bytes: int) -> int:
