@@ -283,7 +283,7 @@ def test_the_gradient_of_the_weight_is_summed_in_float32(block: int) -> None:
 
     def loss(weight: Any) -> Any:
         head, hidden = OutputHead(weight, vocab_first=True), jnp.ones((1, tokens, 1), jnp.bfloat16)
-        sizes = {"chunk_bytes": 8, "block_bytes": 4 * block}
+        sizes: Any = {"chunk_bytes": 8, "block_bytes": 4 * block}
         return token_logprobs(hidden, head, *arrays, temperature=1.0, mesh=None, **sizes)[0].sum()
 
     assert jax.jit(jax.grad(loss))(weight).tolist() == [[tokens / 2], [-tokens / 2]]
@@ -406,7 +406,7 @@ def test_chunks_add_to_the_gradient_of_a_block(monkeypatch: Any) -> None:
 
     def loss(hidden: Any, weight: Any) -> Any:
         arrays = hidden, OutputHead(weight, vocab_first=True), jnp.zeros((1, 7), int), jnp.ones((1, 7), bool)
-        sizes = {"chunk_bytes": 4 * 3 * VOCAB, "block_bytes": 4 * WIDTH * 8}
+        sizes: Any = {"chunk_bytes": 4 * 3 * VOCAB, "block_bytes": 4 * WIDTH * 8}
         return token_logprobs(*arrays, temperature=1.0, mesh=None, **sizes)[0].sum()
 
     monkeypatch.setattr(output_head, "_product", seen)

@@ -105,6 +105,21 @@ def test_a_step_of_the_longest_completions() -> None:
     assert step.stages[-1].by_cause == {"links": 1e9 / (RATES.links * 448e9 / 2)}
 
 
+def test_a_cache_has_room_for_fewer_rows_the_longer_they_are() -> None:
+    """Of 170 tokens: 2 of an engine's 4 rows of 80 tokens at a time, and all of its rows of 40 on average."""
+    work = work_of()
+    rollout = {"max_new_tokens": 60, "kv_tokens": 170}
+    small = replace(work, config=run_of(data={"prompts_per_step": 8, "max_prompt_tokens": 20}, rollout=rollout))
+    rounds, first = (
+        round_seconds([(decode_step(work.engine, V6E, 2, 2 * tokens), host_seconds(work.engine, 2))] * 2)
+        for tokens in (20 + 30.5, 20)
+    )
+    assert small.step().of("decode") == pytest.approx(2 * (60 * sum(rounds.values()) + sum(first.values())))
+    device = decode_step(work.engine, V6E, 2, 2 * (20 + 30))
+    assert small.planned()["decode_step"] == pytest.approx(sum(device.values()) + host_seconds(work.engine, 2))
+    assert small.step(20) == work.step(20)
+
+
 def test_what_a_run_can_compare_with_follows_the_rates() -> None:
     """Links half as fast and a host four times as slow; the other stages stay."""
     work = work_of()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import completed, lines, outcome, run_hosts, settings
+from tests.several.runs import completed, lines, outcome, run_hosts, settings, written
+from tpu_grpo.config import load_config
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(1200)]
 PARAMETER = "layers.0.attn.q_norm.w"
@@ -59,6 +60,23 @@ def test_numbers_that_an_update_needs_are_those_of_all_slices(
 ) -> None:
     for hosts in (1, 2):
         completed(hosts, 2, files, two_passes(tmp_path / str(hosts), slices=hosts, algorithm=algorithm))
+    assert outcome(tmp_path / "2") == outcome(tmp_path / "1")
+    assert learnt(tmp_path / "2") == learnt(tmp_path / "1")
+
+
+@pytest.mark.slow
+def test_two_slices_learn_from_shared_prompts_what_one_learns(files: Path, tmp_path: Path) -> None:
+    """A row has room for a prompt of 12 tokens and the 4 completions of a group: 4 rows, in two micro-batches.
+
+    In rows of 70 tokens or more, XLA on CPUs rounds otherwise in each slice, whether or not prompts are shared.
+    """
+    questions = [f'{{"question": "{"1+" * 4}{n}=", "answer": "1"}}\n' for n in range(8)]
+    (files / "long.jsonl").write_text("".join(questions))
+    for slices in (1, 2):
+        data, algorithm = {"path": "long.jsonl"}, {"row_tokens": 12 + 6 + 3 * 7}
+        tree = two_passes(tmp_path / str(slices), slices, data=data, algorithm=algorithm)
+        assert load_config(written(tree)).update_rows == 4  # 8 if no prompt was shared
+        completed(slices, 2, files, tree)
     assert outcome(tmp_path / "2") == outcome(tmp_path / "1")
     assert learnt(tmp_path / "2") == learnt(tmp_path / "1")
 

@@ -435,8 +435,9 @@ class StepWork:
     def _full_step(self, mean_new_tokens: float | None) -> tuple[float, float]:
         """Return the seconds of a decode step of full engines in the middle of completions, and the least possible:
         those of reading its weights and its cache once, at the full speed of the memory."""
-        rows, config = min(self.rungs[-1], max(max(engines) for engines in self.hosts)), self.config
-        cached = rows * (config.data.max_prompt_tokens + (mean_new_tokens or config.rollout.max_new_tokens) / 2)
+        config, mean = self.config, mean_new_tokens or self.config.rollout.max_new_tokens
+        rows = min(self._slots(mean), max(max(engines) for engines in self.hosts))
+        cached = rows * (config.data.max_prompt_tokens + mean / 2)
         device, host = step_seconds(self.engine, self.generation, self.rungs)(rows, cached, self.launch_steps)
         read = self.engine.read_bytes(rows) + self.engine.cached_bytes(rows, cached)
         least = read / self.generation.chip.memory_bytes_per_second
@@ -468,6 +469,12 @@ class StepWork:
             "prefill_mfu": prefilled / (self.engine.tensor * peak * sum(seconds.values())),
             "update_mfu": config.algorithm.passes * learnt / (devices * peak * step.of("update")),
         }
+
+    def _slots(self, mean_new_tokens: float) -> int:
+        """Return how many rows an engine runs at a time: those whose tokens rollout.kv_tokens has room for when they
+        end, at the mean of their lengths. Were more running, some would have to wait for others in the end."""
+        held, prompt = self.config.rollout.kv_tokens, self.config.data.max_prompt_tokens
+        return self.rungs[-1] if held is None else min(self.rungs[-1], int(held // (prompt + mean_new_tokens)))
 
     def _chunk(self) -> tuple[int, dict[str, float]]:
         """Return the tokens of a prefill's chunk, and the seconds in which all engines of a host do one each."""
@@ -502,7 +509,7 @@ class StepWork:
             engines = [next(dealt) for _ in host]
             # a row that goes on has its earlier tokens in its context, too: here their mean over all rows
             prompt = self.config.data.max_prompt_tokens + work.done // max(1, len(lengths))
-            slots, together = self.rungs[-1], self.launch_steps
+            slots, together = self._slots(sum(lengths) / max(1, len(lengths))), self.launch_steps
             found.append(decode(engines, prompt=prompt, slots=slots, step=step, launch_steps=together))
             if len(set(lengths)) == 1:
                 break  # with equal lengths, the first host is the slowest: it has the most rows
