@@ -344,8 +344,6 @@ def test_a_conversation_finds_its_earlier_turns(model: Path, page: int) -> None:
 
 # --- whole engines ----------------------------------------------------------------------------------------------------
 
-TWO_KINDS: dict[str, Any] = {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-
 
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -366,7 +364,7 @@ def test_tokens_and_logprobs_are_those_of_a_whole_cache(
         directory = write_random("gemma2", tmp_path / "model", layers=2, sliding_window=6)
     else:
         writer, shape = {"gemma3": (gemma3, "1b"), "gemma4": (gemma4, "26b")}[family]
-        directory = writer.write_shape(tmp_path / "model", shape, **TWO_KINDS)
+        directory = writer.write_shape(tmp_path / "model", shape, **gemma4.TWO_KINDS)
     trained, options = policy(directory, options.get("dtype", "float32")), SMALL | options
     asked = [
         replace(request, return_experts=options.get("return_experts", False))

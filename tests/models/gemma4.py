@@ -21,6 +21,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "values": PUBLISHED | {"attention_k_eq_v": False, "num_global_key_value_heads": None, "sliding_window": 5},
 }
 """Options of `write_random`, after the published sizes of these names; the last one has values everywhere."""
+TWO_KINDS: dict[str, Any] = {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+"""Options for the smallest model, of any Gemma, that has a layer with a window and one without."""
 
 
 def write_shape(directory: Path, shape: str, **changed: Any) -> Path:

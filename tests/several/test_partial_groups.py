@@ -1,12 +1,16 @@
 """Completions that are carried over, on several hosts: hosts tell each other which completions have ended."""
 
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from tests.models.gemma4 import SHAPES, TWO_KINDS
 from tests.models.random_checkpoint import edit_config
-from tests.several.runs import completed, lines, one_process, outcome, settings, write_files
+from tests.several.runs import SOON, completed, lines, one_process, outcome, run_hosts, settings, write_files
+from tpu_grpo.engine.window_pages import WindowPages
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
 
@@ -58,4 +62,24 @@ def test_a_host_that_only_samples_resumes_the_groups_of_a_checkpoint(tailed: Pat
     tree = carrying(tmp_path / "two") | {"meshes": {"layout": "split"}, "checkpoint": {"every": 1}}
     for steps in (2, 3):
         completed(2, 1, tailed, tree, f"run.max_steps={steps}", timeout=800)
+    assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])
+def test_layers_that_keep_only_their_window_carry_completions_over_a_kill(tmp_path: Path, family: str) -> None:
+    """Two hosts of which one is killed end as one process does; Gemma 4's model has experts."""
+    shape = {"gemma3_text": {}, "gemma4_text": SHAPES["26b"]}[family]
+    files = write_files(tmp_path / "files", model_type=family, **shape | TWO_KINDS | {"scale": 0.12})
+    edit_config(files / "model", eos_token_id=[*range(10, 22)])
+    tree = {name: carrying(tmp_path / name) | {"checkpoint": {"every": 1}} for name in ("one", "two")}
+    words = ["rollout.steps_per_launch=2"]
+    with mock.patch.object(WindowPages, "take", autospec=True, side_effect=WindowPages.take) as taken:
+        one_process(files, tree["one"], *words)
+    assert taken.called
+    assert any(line["partial/length_saved"] and line["update/grad_norm"] for line in lines(tmp_path / "one"))
+    killed = run_hosts(2, 2, files, tree["two"] | SOON, *words, fault="lost:SIGKILL,rollout of step 3")
+    assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors
+    continued = completed(2, 2, files, tree["two"], *words).out
+    assert re.search("continuing after step [12]", continued)  # a checkpoint is saved while the next step begins
     assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
