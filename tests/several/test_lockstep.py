@@ -1,12 +1,14 @@
 """Runs of several processes: results do not depend on the number of processes, and hosts stay in lockstep."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.several.runs import completed, one_process, outcome, settings, write_files
+from tests.models.gemma4 import SHAPES, TWO_KINDS
+from tests.several.runs import completed, lines, one_process, outcome, settings, write_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
@@ -127,20 +129,39 @@ def test_trainer_and_sampler_on_halves_of_one_host(
     assert outcome(tmp_path)[0][0] == expected[0][0]
 
 
+ONE_AND_TWO = (("shared", 1), ("shared", 2))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_gemma_3_is_the_same_on_1_2_and_4_processes_and_on_halves_of_the_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype", "layouts"),
+    [
+        (
+            {"kv_heads": 1, "model_type": "gemma3_text", "layers": 3, "sliding_window": 7, "scale": 0.3},
+            "float32",
+            (*ONE_AND_TWO, ("shared", 4), ("split", 2), ("split", 4)),
+        ),
+        (SHAPES["31b"] | TWO_KINDS, "float32", (*ONE_AND_TWO, ("split", 2))),
+        (SHAPES["26b"] | TWO_KINDS, "bfloat16", ONE_AND_TWO),  # the engine's experts are replayed
+    ],
+    ids=["gemma 3", "gemma 4", "gemma 4 with experts"],
+)
+def test_gemma_is_the_same_on_several_processes_and_on_halves_of_the_devices(
+    tmp_path: Path, shape: dict[str, Any], dtype: str, layouts: Sequence[tuple[str, int]]
+) -> None:
     """With windows shorter than the rows. Halves sum gradients in another order."""
-    files = write_files(tmp_path / "files", kv_heads=1, model_type="gemma3_text", layers=3, sliding_window=7)
+    files = write_files(tmp_path / "files", **{"model_type": "gemma4_text", "scale": 0.12, **shape})
     found: dict[str, list[tuple[list[str], str]]] = {"shared": [], "split": []}
-    for layout, hosts in (("shared", 1), ("shared", 2), ("shared", 4), ("split", 2), ("split", 4)):
+    for layout, hosts in layouts:
         run_dir = tmp_path / f"{layout}{hosts}"
         meshes = {"layout": layout, "sampler": {"tensor": 2}, "probe_every": 1}
-        completed(hosts, 4 // hosts, files, settings(run_dir, meshes=meshes))
+        completed(hosts, 4 // hosts, files, settings(run_dir, meshes=meshes, model={"path": "model", "dtype": dtype}))
+        assert all(line["update/grad_norm"] for line in lines(run_dir))
         found[layout].append(outcome(run_dir))
     for each in found.values():
         assert all(outcome == each[0] for outcome in each)
-    assert found["split"][0][0][0] == found["shared"][0][0][0]
+    assert all(outcome[0][0] == found["shared"][0][0][0] for outcome in found["split"])
 
 
 @pytest.mark.parametrize("tensor", [4, pytest.param(2, marks=pytest.mark.slow)])
