@@ -62,7 +62,7 @@ def test_a_run_that_fits_as_text_and_as_json(directory: Path) -> None:
     assert text.returncode == 0, text.stderr
     first = "slice      v7x-8: 4 chips, 1 hosts, 8 devices of 94.75 GiB; on GKE: launch.py run --on gke\n"
     assert text.stdout.startswith(first)
-    assert "kernels    rollout flash attention, trainer flash attention in blocks of 256 tokens" in text.stdout
+    assert "kernels    rollout flash attention, trainer flash attention in blocks of 128 tokens" in text.stdout
     assert "\nfits: the " in text.stdout
     assert "compiling gradients of a micro-batch (4 layers)" in text.stderr
     done = plan(directory, "--slice", "v7x-8", "--fast", "--json", "--price-per-chip-hour", "1.2")
