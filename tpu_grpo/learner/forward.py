@@ -4,6 +4,7 @@ Suffixes: R rows, S tokens of a row, D and F widths, L layers, E experts, k expe
 layer).
 """
 
+import dataclasses
 import functools
 import inspect
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 from tunix.rl import common
 
+from tpu_grpo.learner.embedding import add_gradients_in_float32, laid_out
 from tpu_grpo.learner.output_head import OutputHead, likeliest_tokens, token_logprobs
 from tpu_grpo.models.families.trainer_attention import sharing_prompts
 
@@ -90,6 +92,11 @@ def _hidden(
 ) -> tuple[Float[Array, "R S D"], OutputHead, tuple[Any, Any]]:
     """Run the model on rows; return hidden states and head, and each place's target and whether it is wanted."""
     body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
+    add_gradients_in_float32(body.embedder.embedder if head.vocab_first else body.embedder, mesh)
+    layout = ("tp", "fsdp") if head.vocab_first else ("fsdp", "tp")
+    head = dataclasses.replace(
+        head, weight=laid_out(head.weight, mesh, *layout)
+    )  # its gradient then comes in the layout, too
     seen_RSS = attention_mask(rows.segments, rows.shared)
     arguments = {"positions": rows.positions, "cache": None, "attention_mask": seen_RSS}
     if "segment_ids" in inspect.signature(type(body).__call__).parameters:
