@@ -25,7 +25,10 @@ def test_a_line_through_two_and_four_layers() -> None:
     whole = extrapolated(few, more, 36)
     assert whole.argument_bytes == 10 + 2 * 34
     assert whole.flops == 6 + 2 * 34
-    assert whole.temporary_bytes == 7  # never falls
+    assert whole.temporary_bytes == 8  # never falls
+    assert extrapolated(few, more, 36, (3.0, 5.0)).temporary_bytes == 8 + 32 * 3
+    assert extrapolated(few, replace(more, temporary_bytes=28.0), 36, (3.0, 5.0)).temporary_bytes == 28 + 32 * 5
+    assert extrapolated(few, replace(more, temporary_bytes=16.0), 36, (3.0, 5.0)).temporary_bytes == 16 + 32 * 4
     assert whole.kernels == 36
     assert extrapolated(few, more, 2).argument_bytes == 10
 

@@ -7,12 +7,15 @@ alternatives(plan, 256, compiled=True, say=print)     # other settings that may 
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import jax.numpy as jnp
 
 from tpu_grpo.config import (
     BUILTIN,
@@ -26,12 +29,15 @@ from tpu_grpo.config import (
     TeacherSpec,
     changed_config,
 )
+from tpu_grpo.learner import parameters
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.models.families.gemma2 import FULL, SLIDING, Gemma2Config
 from tpu_grpo.planning.compiled_programs import (
     FAST_COMPILE_OPTIONS,
+    GRADIENTS,
     SUM,
     TEACHER,
+    TRAIN_STEP,
     CompiledProgram,
     compile_all,
     programs_to_lower,
@@ -44,9 +50,15 @@ from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint, open_ab
 from tpu_grpo.run.inputs import check_model
 from tpu_grpo.run.meshes import build_meshes, check_trainer, check_turns
 from tpu_grpo.run.parts import open_run_algorithm, with_routing_replay
+from tpu_grpo.weights.plan import named_leaves
 
 FEW_LAYERS = (2, 4)
 """The numbers of layers of the two models that a fast plan compiles."""
+ANY_GROWTH = (0.0, math.inf)
+GATHERED = 0.5
+"""The most of its gathered weights by which a layer raises an update's temporary memory. In full plans of Gemma with 1
+to 4 billion parameters it was 0 to 0.31."""
+UPDATES = (GRADIENTS, TRAIN_STEP)
 PUBLISHED = SHIPPED_CONFIGS / "models"
 """This directory has a folder for each published model, named after the model, with its config.json."""
 NO_STOP = (0,)
@@ -193,7 +205,27 @@ def _extrapolated_programs(run: AbstractRun, say: Callable[[str], None]) -> list
         f"{TEACHER}{spec.shown}": (each or run.checkpoint).config.num_hidden_layers
         for spec, each in zip(run.config.teachers, run.teachers, strict=True)
     }
-    return [extrapolated(few, more, of_teachers.get(few.name, layers)) for few, more in zip(*compiled, strict=True)]
+    growth = _growth_of_a_layer(run)
+    return [
+        extrapolated(few, more, of_teachers.get(few.name, layers), growth if few.name in UPDATES else ANY_GROWTH)
+        for few, more in zip(*compiled, strict=True)
+    ]
+
+
+def _growth_of_a_layer(run: AbstractRun) -> tuple[float, float]:
+    """Return the least and the most bytes by which a layer can raise an update's temporary memory on a device.
+
+    At least its input is kept for the backward pass. If nothing else is kept, weights that are gathered from all
+    devices ahead of their use are in memory, too. Which schedule the compiler chooses moves what models of few layers
+    need by more than a GiB, and a line through two of them would multiply that.
+    """
+    config, mesh = run.config, run.meshes.trainer
+    itemsize = jnp.dtype(config.model.dtype).itemsize
+    kept = run.learner.batch.weights.size / mesh.shape["fsdp"] * run.checkpoint.config.hidden_size * itemsize
+    leaves = named_leaves(parameters(run.policy)).items()
+    weights = sum(math.prod(leaf.shape) for name, leaf in leaves if name.startswith("layers."))
+    gathered = weights / run.checkpoint.config.num_hidden_layers / mesh.shape["tp"] * itemsize
+    return kept, kept + GATHERED * gathered if config.model.remat == "decoder" else math.inf
 
 
 @contextmanager
@@ -216,17 +248,25 @@ def with_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
         yield abstract_checkpoint(Path(directory))
 
 
-def extrapolated(few: CompiledProgram, more: CompiledProgram, layers: int) -> CompiledProgram:
-    """Extrapolate a program's figures linearly from FEW_LAYERS to ``layers``; no figure may decrease."""
+def extrapolated(
+    few: CompiledProgram, more: CompiledProgram, layers: int, growth: tuple[float, float] = ANY_GROWTH
+) -> CompiledProgram:
+    """Extrapolate a program's figures linearly from FEW_LAYERS to ``layers``; no figure may decrease.
+
+    ``growth`` has the least and the most bytes that a layer adds to the temporary memory.
+    """
     first, second = FEW_LAYERS
-    grown = (layers - second) / (second - first)
-    names = ("argument_bytes", "output_bytes", "temporary_bytes", "code_bytes", "flops", "accessed_bytes")
+    added = layers - second
+    names = ("argument_bytes", "output_bytes", "code_bytes", "flops", "accessed_bytes")
     found = ((name, getattr(few, name), getattr(more, name)) for name in names)
-    values = {name: high + grown * max(0.0, high - low) for name, low, high in found}
+    values = {name: high + added / (second - first) * max(0.0, high - low) for name, low, high in found}
+    low, high = few.temporary_bytes, more.temporary_bytes
+    of_layer = min(max((high - low) / (second - first), growth[0]), growth[1])
     return replace(
         more,
         **values,
-        kernels=more.kernels + round(grown * (more.kernels - few.kernels)),
+        temporary_bytes=max(low, high) + added * of_layer,
+        kernels=more.kernels + round(added / (second - first) * (more.kernels - few.kernels)),
         fits=few.fits and more.fits,
         seconds=few.seconds + more.seconds,
     )
