@@ -86,6 +86,21 @@ def write_files(page: str, folder: Path) -> None:
             (folder / named[1]).write_text(text)
 
 
+def followed(page: str, folder: Path) -> list[str]:
+    """Do in a folder what a guide says, up to its last command, the training, which the demo's own tests cover; returns
+    what each command prints."""
+    write_files(page, folder)
+    *before, training = [command.words for command in commands(page)]
+    assert training[1] == "scripts/run.py"
+    shown = []
+    for _, script, *words in before:
+        program = str(REPOSITORY / script) if script.startswith("scripts/") else script
+        done = subprocess.run([sys.executable, program, *words], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        shown.append(done.stdout)
+    return shown
+
+
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
 

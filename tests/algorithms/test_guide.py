@@ -1,49 +1,30 @@
-"""The guide, followed line by line up to the training, which the demo's own tests cover."""
+"""The guide is followed line by line."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.test_printed_commands import followed
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import AlgorithmSection
 
 REPOSITORY = Path(__file__).parents[2]
-GUIDE = (REPOSITORY / "docs" / "write_an_algorithm.md").read_text()
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """The files that the guide has the reader write."""
-    written = re.findall(r"^`(my_[\w.]+)`[^\n]*\n\n```\w+\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
-    assert [name for name, _ in written] == ["my_algorithm.py", "my_numbers.py", "my_algorithm.yaml"]
-    for name, text in written:
-        (tmp_path / name).write_text(text)
-    return tmp_path
+GUIDE = "docs/write_an_algorithm.md"
 
 
 @pytest.mark.full
-def test_the_commands_of_the_guide(files: Path) -> None:
-    commands = re.findall(r"^```sh\nuv run (.*?)\n```", GUIDE, re.MULTILINE)
-    assert commands[-1] == "scripts/run.py my_algorithm.yaml"  # the training
-    said = []
-    for command in commands[:-1]:
-        script, *arguments = command.split()
-        path = files / script if script.startswith("my_") else REPOSITORY / script
-        program = [sys.executable, str(path), *arguments]
-        done = subprocess.run(program, cwd=files, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
-    shown = re.search(r"It prints\n\n```\n(.*?)```", GUIDE, re.DOTALL)
+def test_the_commands_of_the_guide(tmp_path: Path) -> None:
+    numbers, dry_run = followed(GUIDE, tmp_path)
+    page = (REPOSITORY / GUIDE).read_text()
+    shown = re.search(r"It prints\n\n```\n(.*?)```", page, re.DOTALL)
     assert shown is not None
-    assert said[0] == shown[1]
-    assert re.search(r"algorithm +my_algorithm.py:Cispo, token-mean", said[1])
-    [line] = re.findall(r"^`(mean_it \[.*)`\.", GUIDE, re.MULTILINE)
-    assert f"objective  {line}\n" in said[1]
+    assert numbers == shown[1]
+    assert re.search(r"algorithm +my_algorithm.py:Cispo, token-mean", dry_run)
+    [line] = re.findall(r"^`(mean_it \[.*)`\.", page, re.MULTILINE)
+    assert f"objective  {line}\n" in dry_run
 
 
 def test_the_numbers_of_the_page_for_newcomers() -> None:
