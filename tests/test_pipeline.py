@@ -1,10 +1,6 @@
 """Whole runs of a small random model: files, metrics, determinism, and continuing after a kill."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,25 +141,6 @@ def test_a_timeline_names_the_stages_and_what_the_engine_does(whole: Path) -> No
     assert {"schedule", "launch", "collect"} <= found.keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "algorithm",
-    [{"beta": 0.1, "micro_batch_prompts": 2, "old_policy": "trainer"}, {"iterations": 2}],
-    ids=["micro-batches, a reference and the trainer's old policy", "two iterations"],
-)
-def test_updates_compile_once_and_agree(files: Path, tmp_path: Path, algorithm: dict[str, Any]) -> None:
-    """beta > 0 keeps the initial engines: no distance from it at the first update, some later.
-
-    Of two iterations the agreement is measured by the first, whose weights are the engine's.
-    """
-    train(config(files, tmp_path / "run", run={"max_steps": 3, "seed": 0}, algorithm=algorithm))
-    steps = lines(tmp_path / "run")
-    assert [line["compile/count"] for line in steps[1:]] == [steps[1]["compile/count"]] * 2
-    assert all(line["agreement/logprob_abs_diff_max"] <= 1e-4 for line in steps)
-    if "beta" in algorithm:
-        assert steps[0]["update/kl"] < 1e-9 < 1e-5 < steps[2]["update/kl"]
-
-
 @pytest.mark.full
 def test_a_run_whose_directory_goes_away_notices_it_at_the_next_step_and_saves_it(
     files: Path, whole: Path, tmp_path: Path
@@ -186,51 +163,6 @@ def test_a_run_whose_directory_goes_away_notices_it_at_the_next_step_and_saves_i
     assert [path.name for path in run_dir.iterdir()] == ["mine"]
     train(config(files, apart))
     assert [digests(apart)[step] for step in (3, 4)] == [digests(whole)[step] for step in (3, 4)]
-
-
-@pytest.mark.slow  # several/test_kills.py kills a run, too
-def test_killed_after_a_checkpoint_the_run_continues_exactly(files: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL in the middle; then the same command: step 3 is sampled from the restored weights, batch and keys.
-
-    Before, a second start is refused; what it logs may change; and afterwards there is nothing left to do.
-    """
-    run_dir = tmp_path / "run"
-    tree = settings(files, run_dir, checkpoint={"every": 2})
-    (tmp_path / "config.yaml").write_text(json.dumps(tree))
-    command = [sys.executable, "scripts/run.py", str(tmp_path / "config.yaml")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 240
-        while not (run_dir / "checkpoints" / "2").exists() and not _saved(run_dir, 2):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGSTOP)
-        second = subprocess.run([*command, "checkpoint.resume=never"], capture_output=True, text=True, timeout=60)
-        assert second.returncode == 2
-        assert f"{run_dir} is in use by process {process.pid} on host" in second.stderr
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    command.append("logging.samples_every=1")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "continuing after step 2" in done.stdout
-    assert "changed after step 2: logging.samples_every: 2 -> 1 (results do not depend on it)" in done.stdout
-    [change] = json.loads((run_dir / "summary.json").read_text())["changes"]
-    assert (change["step"], change["name"]) == (2, "logging.samples_every")
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (again.returncode, again.stdout.splitlines()[0][:34]) == (0, "this run is done: 4 of 4 steps; se")
-    assert digests(run_dir) == digests(whole)
-    assert lines(run_dir, "history.jsonl") == lines(whole, "history.jsonl")
-    assert (
-        json.loads((run_dir / "summary.json").read_text())["params_digest"]
-        == json.loads((whole / "summary.json").read_text())["params_digest"]
-    )
-
-
-def _saved(run_dir: Path, step: int) -> bool:
-    return any(path.name == str(step) for path in run_dir.glob("checkpoints/**/*"))
 
 
 @pytest.mark.full

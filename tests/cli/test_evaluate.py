@@ -140,14 +140,6 @@ def test_the_policy_leaves_at_the_end_as_the_command_exports_it(
     assert "| held out, pass@4, ascii_share | " in (tmp_path / "out/README.md").read_text()
 
 
-@pytest.mark.slow
-def test_the_engine_samples_from_an_export_what_it_sampled_from_the_policy(whole: Path, tmp_path: Path) -> None:
-    tree = config(tmp_path / "run").model_dump(mode="json")
-    tree["model"]["path"] = str(whole / "exports/2")
-    _, found = evaluate_checkpoint(parse_config(tree), "initial", Hosts(), Watch(Hosts()))
-    assert found.digest == lines(whole)[2]["digest"]
-
-
 @pytest.mark.full
 def test_a_damaged_checkpoint_is_not_exported(whole: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "run"

@@ -2,14 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from tests.learner.test_learner import first_moments
-from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
 from tests.talks import talk
 from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection, LossAggregation, RunConfig, parse_config
@@ -160,37 +157,6 @@ def test_advantages_of_a_step_are_those_of_the_groups_that_are_taken(advantage: 
 
 
 # --- a learner -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # two learners; weights and advantages are worked out above
-def test_groups_of_equal_rewards_change_nothing_in_the_step(tmp_path: Path) -> None:
-    """Four groups, two of them of equal rewards, teach what the other two teach alone; the loss is worked out here."""
-    algorithm = {"advantage": "scale_rl", "loss_aggregation": "token-mean"}
-    of_two = make_config(tmp_path / "two", {"data": {"prompts_per_step": 2}, "algorithm": algorithm})
-    of_four = make_config(tmp_path / "four", {"algorithm": algorithm | {"drop_uninformative": True}})
-    scored = make_scored(make_model(make_mesh()), of_four)
-    total = scored.scores.total.copy()
-    total[0:2], total[4:6] = 0.25, 1.0
-    scored = replace(scored, scores=Scores(total, {}, 0.0))
-    two, four = make_learner(of_two), make_learner(of_four)
-    alone, among = two.update(scored.select([1, 3])), four.update(scored)
-
-    centred = total.reshape(4, 2)[[1, 3]] - total.reshape(4, 2)[[1, 3]].mean(axis=1, keepdims=True)
-    advantages = centred / (centred.std(ddof=1) + 1e-6)
-    np.testing.assert_allclose(among.advantages.reshape(4, 2)[[1, 3]], advantages, rtol=1e-12)
-    lengths = np.array([len(c.token_ids) for c in scored.rollout.completions]).reshape(4, 2)[[1, 3]]
-    loss = -(lengths * advantages).sum() / lengths.sum()  # at ratio 1 a token's loss is minus its advantage
-    assert among.metrics["update/loss"] == pytest.approx(loss, abs=1e-6)
-    assert among.metrics["update/loss"] == pytest.approx(alone.metrics["update/loss"], abs=1e-6)
-    assert among.metrics["update/grad_norm"] == pytest.approx(alone.metrics["update/grad_norm"], rel=1e-5)
-    assert among.metrics["groups/informative_fraction"] == 0.5
-    moments = first_moments(two)
-    for name, moment in first_moments(four).items():
-        np.testing.assert_allclose(moment, moments[name], atol=1e-6, err_msg=name)
-    nothing = replace(scored, scores=Scores(np.ones(8), {}, 0.0))
-    assert four.update(nothing).metrics["update/loss"] == 0.0
-    with pytest.raises(RewardError, match=r"rewards must be finite, got nan in row 1"):
-        four.update(replace(scored, scores=Scores(np.array([0, NAN, *total[2:]]), {}, 0.0)))
 
 
 def test_a_baseline_of_the_whole_step_learns_from_every_group() -> None:

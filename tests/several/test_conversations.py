@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import SOON, completed, lines, one_process, outcome, run_hosts, settings
+from tests.several.runs import completed, lines, one_process, outcome, settings
 from tests.talking import AGENT_SETTINGS, SIZES, write_talking_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
@@ -48,17 +48,6 @@ def test_a_replica_over_hosts_says_the_same(talking: Path, tmp_path: Path) -> No
     one_process(talking, tree(one, meshes={"sampler": {"tensor": 4}}))
     completed(2, 2, talking, tree(two, meshes={"sampler": {"tensor": 4}}))
     assert outcome(one)[0] == outcome(two)[0]
-
-
-@pytest.mark.slow  # test_signal.py kills a run whose state is larger
-def test_killed_and_continued_is_as_undisturbed(talking: Path, alone: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    saved = tree(run_dir, checkpoint={"every": 1})
-    killed = run_hosts(2, 2, talking, saved | SOON, fault="lost:SIGKILL,rollout of step 3")
-    assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors
-    ended = completed(2, 2, talking, saved)
-    assert "continuing after step" in ended.out  # 1 or 2: the save of step 2 may have been cut short
-    assert outcome(run_dir) == outcome(alone)
 
 
 @pytest.mark.slow

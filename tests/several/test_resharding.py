@@ -37,7 +37,7 @@ def few_heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_tokens_do_not_depend_on_meshes_that_repeat_heads(
     few_heads: tuple[Path, list[str]], tmp_path: Path, layout: str, tensor: int
 ) -> None:
-    """Other tests do the same with 4 key-value heads, which need not be repeated."""
+    """In other tests the heads need not be repeated."""
     files, tokens = few_heads
     meshes = {"layout": layout, "sampler": {"tensor": tensor}}
     completed(2, 2, files, settings(tmp_path, meshes=meshes), "run.max_steps=1", "hosts.check=step")
