@@ -4,11 +4,13 @@
     uv run python -m tests.several.kills --kills 50 --hosts 2
     uv run python -m tests.several.kills --kills 50 rollout.partial_extra=0.5 rollout.max_new_tokens=64
     uv run python -m tests.several.kills --kills 30 --hosts 2 algorithm.staleness=1 meshes.layout=split
+    uv run python -m tests.several.kills --kills 50 --hosts 2 --stops
     uv run python -m tests.several.kills --kills 30 algorithm.name=distill 'teachers=[{path: teacher}]'
 
 A run of 12 steps, with a checkpoint after every second step, is done once undisturbed, and once with ``--kills`` kills
 by SIGKILL: a third of them while the run starts, the others within a second after a step, at random by ``--seed``. Both
-must end with the same parameters, tokens, metrics and history.
+must end with the same parameters, tokens, metrics and history. With ``--stops`` some hosts get SIGINT or SIGTERM
+instead, after which all must end with exit code 4.
 """
 
 import argparse
@@ -101,21 +103,32 @@ def start_hosts(
     ]
 
 
-def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment, changes: Sequence[str] = ()) -> bool:
-    """Start or continue the run, with changed settings, and kill all of its hosts at a moment; returns whether the run
-    was done before that moment."""
+def run_once(
+    directory: Path,
+    run_dir: Path,
+    hosts: int,
+    moment: Moment,
+    changes: Sequence[str] = (),
+    number: signal.Signals = signal.SIGKILL,
+    targets: Sequence[int] = (),
+) -> bool:
+    """Start or continue the run, with changed settings, and at a moment kill all of its hosts, or send another signal
+    to some, after which all must end with exit code 4; returns whether the run was done before that moment."""
     config = settings(run_dir, run={"max_steps": STEPS}, checkpoint={"every": 2})
     started = start_hosts(directory, config, hosts, changes)
     try:
         moment.await_in(run_dir, started)
+        for index in targets or range(hosts):
+            started[index].send_signal(number)
+        codes = [process.wait(END_SECONDS) for process in started]
     finally:
         for process in started:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             process.wait()
-    codes = [process.returncode for process in started]
-    if bad := [code for code in codes if code not in (0, -signal.SIGKILL)]:
+    allowed = {0, -signal.SIGKILL} if number is signal.SIGKILL else {codes[0]} & {0, 4}
+    if not {*codes} <= allowed:
         errors = (directory / "host_0.err").read_text()[-3000:]
-        raise AssertionError(f"a killed run must continue, got exit codes {bad}:\n{errors}")
+        raise AssertionError(f"a run must continue, and end after {number.name}, got exit codes {codes}:\n{errors}")
     return codes == [0] * hosts
 
 
@@ -127,8 +140,11 @@ def what_is_left(run_dir: Path, changes: Sequence[str] = ()) -> Left:
     return Left(summary["params_digest"], kept, (run_dir / "history.jsonl").read_text().splitlines())
 
 
-def disturbed(directory: Path, hosts: int, kills: int, seed: int, changes: Sequence[str] = ()) -> int:
-    """Compare a run that is killed ``kills`` times with an undisturbed one; returns how often the run was started."""
+def disturbed(
+    directory: Path, hosts: int, kills: int, seed: int, changes: Sequence[str] = (), *, stops: bool = False
+) -> int:
+    """Compare a run that is killed ``kills`` times, or stopped, with an undisturbed one; returns how often the run was
+    started."""
     files = write_files(directory / "files")
     edit_config(files / "model", eos_token_id=[*range(10, 22)])  # completions end after about 20 tokens
     (write_files(directory / "other", seed=9) / "model").rename(files / "teacher")
@@ -137,16 +153,18 @@ def disturbed(directory: Path, hosts: int, kills: int, seed: int, changes: Seque
         raise AssertionError(f"the undisturbed run must end within {END_SECONDS:g} s")
     whole = time.monotonic() - began
     drawn, starts, run_dir = random.Random(seed), 0, directory / "killed"
-    for number in range(kills):
+    for count in range(kills):
         starts += 1
         if drawn.random() < 1 / 3:
-            moment = Moment(0, drawn.uniform(0.0, whole))
+            moment = Moment(0, drawn.uniform(0.5 * stops, whole))  # who stops has to be listening
         else:
             moment = Moment(drawn.randint(min(last_step(run_dir) + 1, STEPS), STEPS), drawn.uniform(0.0, 1.0))
-        if run_once(files, run_dir, hosts, moment, changes):  # the run is done, so a new one begins
+        number = drawn.choice([signal.SIGINT, signal.SIGTERM]) if stops else signal.SIGKILL
+        targets = drawn.sample(range(hosts), drawn.randint(1, hosts)) if stops else ()
+        if run_once(files, run_dir, hosts, moment, changes, number, targets):  # the run is done, so a new one begins
             _compare(directory, run_dir, changes)
             shutil.rmtree(run_dir)
-        print(f"kill {number + 1} of {kills}, {moment}: checkpoints {_saved(run_dir)}", flush=True)
+        print(f"kill {count + 1} of {kills}, {moment}: checkpoints {_saved(run_dir)}", flush=True)
     while not run_once(files, run_dir, hosts, WHOLE, changes):
         starts += 1
     _compare(directory, run_dir, changes)
@@ -181,11 +199,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stops", action="store_true", help="SIGINT or SIGTERM to some hosts in the place of SIGKILL")
     parser.add_argument("changes", nargs="*", help="section.key=value")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="tpu_grpo_kills_") as scratch:
-        starts = disturbed(Path(scratch), options.hosts, options.kills, options.seed, options.changes)
-    print(f"{options.kills} kills on {options.hosts} hosts, {starts} starts: the same parameters, tokens and metrics")
+        given = (Path(scratch), options.hosts, options.kills, options.seed, options.changes)
+        starts = disturbed(*given, stops=options.stops)
+    print(f"{options.kills} signals on {options.hosts} hosts, {starts} starts: the same parameters, tokens and metrics")
 
 
 if __name__ == "__main__":

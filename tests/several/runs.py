@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -98,15 +99,17 @@ def run_hosts(
     fault: str = "",
     grace: float = 60,
     timeout: float = 580,
+    program: Sequence[str] = (),
 ) -> Ended:
-    """Run the config on ``hosts`` processes of ``devices`` devices, in the directory of the files.
+    """Run the config on ``hosts`` processes of ``devices`` devices, in the directory of the files: a training, or
+    another program.
 
     ``fault`` names a function of faulty_host.py, which is called before the command: on the last host, or on the host
     whose number follows, as in ``lost@1:SIGKILL,rollout of step 2``.
     """
     config = written(tree)
     options = ["--hosts", str(hosts), "--devices-per-host", str(devices), "--grace", str(grace)]
-    options += ["--command", shlex.join([sys.executable, str(FAULTY_HOST), fault or "none"])]
+    options += ["--command", shlex.join([sys.executable, *(program or (str(FAULTY_HOST), fault or "none"))])]
     command = [sys.executable, str(REPOSITORY / "scripts" / "local_hosts.py"), *options, "--", str(config), *words]
     dropped = ("XLA_FLAGS", "NPROC")
     environment = {k: v for k, v in os.environ.items() if k not in dropped}

@@ -1,16 +1,12 @@
 """Several processes: the same rewards from worker processes, the same prompts of a mixture, the same evaluations."""
 
 import json
-import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.several.runs import QUICKLY_COMPILED, REPOSITORY, Ended, completed, lines, one_process, run_hosts, settings
+from tests.several.runs import REPOSITORY, completed, lines, one_process, run_hosts, settings
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
@@ -79,26 +75,9 @@ def test_two_processes_give_the_evaluations_of_one(runs: dict[int, Path]) -> Non
     assert (runs[1] / "data.json").read_text() == (runs[2] / "data.json").read_text()
 
 
-def evaluate_on_two(files: Path, run_dir: Path, *words: str) -> Ended:
-    script = shlex.join([sys.executable, str(REPOSITORY / "scripts" / "eval.py")])
-    command = [
-        sys.executable,
-        str(REPOSITORY / "scripts" / "local_hosts.py"),
-        "--hosts",
-        "2",
-        "--devices-per-host",
-        "1",
-    ]
-    command += ["--command", script, "--", str(run_dir / "as_given.yaml"), *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=580, cwd=files, env=os.environ | QUICKLY_COMPILED
-    )
-    return Ended(done.returncode, done.stdout, done.stderr, 0.0)
-
-
 def test_a_checkpoint_is_evaluated_on_several_hosts(sources: Path, runs: dict[int, Path]) -> None:
-    ended = evaluate_on_two(sources, runs[2], "--checkpoint=latest")
-    assert ended.code == 0, ended.errors
+    evaluates = [str(REPOSITORY / "scripts" / "eval.py")]
+    ended = completed(2, 1, sources, tree(runs[2]), "--checkpoint=latest", program=evaluates)
     shown = [line for line in ended.out.splitlines() if "checkpoint_2" in line]
     assert shown
     assert all(line.startswith("[0] ") for line in shown)  # the others are quiet

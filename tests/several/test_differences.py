@@ -62,12 +62,15 @@ IN_THE_RUN = [
     ("prompts", 1, "prompts of step 1 differs: host 0 has "),
     ("sampler_parameter:model.layers.0.mlp.up_proj.weight", 1, "sampler's model.layers.0.mlp.up_proj.wei"),
     ("trainer_parameter:layers.0.attn.q_norm.w", 1, "trainer's layers.0.attn.q_norm.w must be the same"),
+    ("reward", 1, "reward odd_on_host_1 must give the same value for the same text on every host, got "),
 ]
 
 
 @pytest.mark.parametrize(("fault", "tensor", "message"), IN_THE_RUN)
 def test_what_hosts_compute(files: Path, tmp_path: Path, fault: str, tensor: int, message: str) -> None:
     tree = settings(tmp_path, meshes={"sampler": {"tensor": tensor}})
+    if fault == "reward":
+        fault, tree["rewards"] = "", [{"name": "rewards.py:odd_on_host_1", "workers": 0}]
     ended = run_hosts(2, 2, files, tree, fault=fault)
     assert ended.code == 3, ended.errors
     assert ended.seconds < SECONDS or seconds_since_last_stage(tmp_path) < SECONDS
@@ -76,17 +79,6 @@ def test_what_hosts_compute(files: Path, tmp_path: Path, fault: str, tensor: int
         assert message in own, own
         assert "host 1" in own
         assert "Traceback" not in own
-
-
-def test_a_reward_that_returns_another_number_on_one_host(files: Path, tmp_path: Path) -> None:
-    rewards = [{"name": "rewards.py:odd_on_host_1", "workers": 0}]
-    ended = run_hosts(2, 2, files, settings(tmp_path, rewards=rewards))
-    assert ended.code == 3, ended.errors
-    assert seconds_since_last_stage(tmp_path) < SECONDS
-    for host in (0, 1):
-        own = ended.of_host(host)
-        assert "reward odd_on_host_1 must give the same value for the same text on every host, got " in own, own
-        assert "on host 1 for " in own
 
 
 def test_the_first_launch_that_differs_is_named(files: Path, tmp_path: Path) -> None:

@@ -103,23 +103,24 @@ def stage_times(run_dir: Path, host: int, stage: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "tensor"), [(1, 1), (1, 2), (2, 4)])
-def test_two_hosts_train_and_two_sample(files: Path, tmp_path: Path, devices: int, tensor: int) -> None:
-    """The two sampler hosts have a replica each, or one replica that spans both, then with adapters."""
-    sections = {"model": {"lora": {"rank": 2}}} if tensor == 2 else {}
-    shared_run(files, tmp_path / "one", 2 * devices, tensor, **sections)
-    tree = settings(tmp_path / "four", meshes=split(2, tensor), checkpoint={"every": 1}, **sections)
+@pytest.mark.parametrize(
+    ("trainers", "devices", "tensor", "sections"),
+    [
+        (2, 1, 1, {}),
+        (2, 1, 2, {"model": {"lora": {"rank": 2}}}),
+        (2, 2, 4, {}),
+        (3, 1, 1, {"data": {"prompts_per_step": 3}}),
+    ],
+)
+def test_two_or_three_of_four_hosts_train_and_the_others_sample(
+    tmp_path: Path, trainers: int, devices: int, tensor: int, sections: dict[str, Any]
+) -> None:
+    """The hosts that sample have a replica each, or one that spans both, then with adapters."""
+    sizes = THREE if trainers == 3 else {"layers": 1}
+    files = write_files(tmp_path / "files", **sizes)
+    shared_run(files, tmp_path / "one", trainers * devices, tensor, **sections)
+    tree = settings(tmp_path / "four", meshes=split(4 - trainers, tensor), checkpoint={"every": 1}, **sections)
     completed(4, devices, files, tree, "hosts.check=step", timeout=1100)
-    assert outcome(tmp_path / "four") == outcome(tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_three_hosts_train_and_one_samples(tmp_path: Path) -> None:
-    files = write_files(tmp_path / "files", **THREE)
-    data = {"path": "data.jsonl", "prompts_per_step": 3, "max_prompt_tokens": 12}
-    shared_run(files, tmp_path / "one", 3, 1, data=data)
-    tree = settings(tmp_path / "four", meshes=split(1), data=data)
-    completed(4, 1, files, tree, timeout=1100)
     assert outcome(tmp_path / "four") == outcome(tmp_path / "one")
 
 
