@@ -116,7 +116,7 @@ def test_two_or_three_of_four_hosts_train_and_the_others_sample(
     tmp_path: Path, trainers: int, devices: int, tensor: int, sections: dict[str, Any]
 ) -> None:
     """The hosts that sample have a replica each, or one that spans both, then with adapters."""
-    sizes = THREE if trainers == 3 else {"layers": 1}
+    sizes: dict[str, Any] = THREE if trainers == 3 else {"layers": 1}
     files = write_files(tmp_path / "files", **sizes)
     shared_run(files, tmp_path / "one", trainers * devices, tensor, **sections)
     tree = settings(tmp_path / "four", meshes=split(4 - trainers, tensor), checkpoint={"every": 1}, **sections)
