@@ -41,9 +41,9 @@ LONG = re.compile(
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
     r"tests/(algorithms/test_(correction|objectives|off_policy|penalties)|checking|cli/test_(evaluate|sample|serve)"
-    r"|engine/test_(engine|experts|families|gemma4|sampler|turn_scheduler)"
+    r"|engine/test_(engine|experts|families|gemma|sampler|turn_scheduler)"
     r"|learner/test_(conversations|flat_products|learner|loss|numbers|output_head|packed|routing|trained|update)"
-    r"|models/(families/test_trainer_attention|test_(expert_parallel|families|gemma4|lora|transformers5|tunix_model))"
+    r"|models/(families/test_trainer_attention|test_(expert_parallel|families|gemma(4|\.)|lora|transformers5|tunix_model))"
     r"|run/test_(partial_groups|exporting|probe)"
     r"|test_pipeline(_conversations|_signal)?\.py|tunix_loop/test_tunix_learner)"
 )
@@ -55,7 +55,7 @@ FAMILIES = re.compile(
     r"tests/(algorithms/test_(distill|objectives|penalties)|cli/test_(environment|output|plan)"
     r"|engine/test_(engine|experts|sampling)|environments/test_(agents|faults|pool)|launching/test_(gcloud|kubectl|watching)"
     r"|learner/test_(checkpoints|compact|conversations|loss|optimizers|output_head|trained|update)"
-    r"|models/test_(builtin|families|gemma3|gemma4|lora|peft|tunix_model)|observe/test_(live_report|run_log)"
+    r"|models/test_(builtin|families|gemma|lora|peft|tunix_model)|observe/test_(live_report|run_log)"
     r"|rewards/test_(early|reward_call|reward_workers)|run/test_exporting|weights/test_(adapters|meshes|sync)"
     r"|workers/test_supervisor)"
 )

@@ -50,7 +50,7 @@ MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
 
 
 RELATIVES = ("qwen2", "mistral", "phi3", "gemma4_text")
-"""Families whose layers are those of Qwen3 and Llama, but for names and settings; test_gemma4.py has the last one."""
+"""Families whose layers are those of Qwen3 and Llama, but for names and settings; test_gemma.py has the last one."""
 
 
 def name_of(family: str, options: dict[str, Any], tensor: int) -> str:

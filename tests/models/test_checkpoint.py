@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from tests.goldens import cases, compare
+from tests.models import gemma4
+from tests.models.gemma3 import as_seen_with_images
 from tests.models.random_checkpoint import (
     edit_config,
     edit_tensors,
@@ -95,11 +97,14 @@ def test_broken_config(directory: Path, text: str, expected: str) -> None:
 
 @pytest.mark.parametrize(("settings", "told"), cases(MISTAKES))
 def test_refused_settings(tmp_path: Path, settings: str, told: str) -> None:
-    """A family, and what is changed of its config; an ellipsis removes a setting."""
-    family, _, changes = settings.partition(" ")
-    directory = write_random(family, tmp_path)
+    """A family, or a shape of Gemma 4, and what is changed of its config; an ellipsis removes a setting."""
+    name, _, changes = settings.partition(" ")
+    family, _, shape = name.partition(":")
+    directory = write_random(family, tmp_path, **gemma4.SHAPES.get(shape, {}))
     edit_config(directory, **ast.literal_eval(changes))
     compare(MISTAKES, settings, told, refusal(directory).replace(str(directory), "HERE"))
+    if family == "gemma3_text" and "model_type" not in changes:  # also in the settings of the text model
+        assert refusal(as_seen_with_images(directory)).replace(str(directory), "HERE") == told
 
 
 def test_refused_numbers(directory: Path) -> None:

@@ -1,8 +1,9 @@
-"""Gemma 3 in the engine, against the trainer and float64, over more layers than its pattern is long."""
+"""Gemma 3 and 4 in the engine, against the trainer and float64, over more layers than their patterns are long."""
 
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from sgl_jax.srt.models.registry import ModelRegistry
@@ -13,24 +14,33 @@ from tests.engine.building import (
     SAMPLED,
     build_engine,
     check_against_float64,
+    engine_options,
     policy,
     requests,
     tokens,
 )
-from tests.models.gemma3 import as_seen_with_images, write_shape
+from tests.models import gemma3, gemma4
 from tests.models.test_transformers5 import SAVED
+from tpu_grpo.engine.engine import Engine, engine_mesh
 
 SIZES: dict[str, Any] = {"batch_paddings": (8,), "prefill_tokens": 64}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("shape", "tensor"),
-    [pytest.param("1b", 1, marks=pytest.mark.slow), ("4b", 4), pytest.param("27b", 2, marks=pytest.mark.slow)],
+    ("family", "shape", "tensor"),
+    [
+        (gemma3, "4b", 4),
+        (gemma4, "31b", 2),
+        pytest.param(gemma3, "1b", 1, marks=pytest.mark.slow),
+        pytest.param(gemma3, "27b", 2, marks=pytest.mark.slow),
+        pytest.param(gemma4, "26b", 4, marks=pytest.mark.slow),
+        pytest.param(gemma4, "values", 1, marks=pytest.mark.slow),
+    ],
 )
-def test_engine_trainer_and_float64_agree(tmp_path: Path, shape: str, tensor: int) -> None:
+def test_engine_trainer_and_float64_agree(tmp_path: Path, family: Any, shape: str, tensor: int) -> None:
     """Sampled log-probabilities, and the greedy tokens of every prompt."""
-    directory = write_shape(tmp_path, shape)
+    directory = family.write_shape(tmp_path, shape)
     model = policy(directory)
     engine = build_engine(directory, model, tensor, **SIZES)
     for sampling in (SAMPLED, GREEDY):
@@ -40,7 +50,9 @@ def test_engine_trainer_and_float64_agree(tmp_path: Path, shape: str, tensor: in
 @pytest.mark.full
 def test_a_window_longer_than_any_row_is_none(tmp_path: Path) -> None:
     """The longest that a config.json may have; the trainer's and the engine's comparisons do not overflow."""
-    directory = write_shape(tmp_path, "1b", layers=2, sliding_window=2**31 - 1, layer_types=["sliding_attention"] * 2)
+    directory = gemma3.write_shape(
+        tmp_path, "1b", layers=2, sliding_window=2**31 - 1, layer_types=["sliding_attention"] * 2
+    )
     model = policy(directory)
     check_against_float64(directory, model, build_engine(directory, model, **SIZES), requests(PROMPTS[:2]))
 
@@ -55,9 +67,9 @@ def test_sglang_jax_still_has_no_gemma_3() -> None:
 def test_the_text_model_of_one_that_sees_images_samples_the_same(tmp_path: Path) -> None:
     """sglang-jax would serve such a checkpoint without its prefix cache and without chunks."""
     shape = {"layers": 7, "layer_types": None}
-    plain, seeing = (write_shape(tmp_path / name, "1b", **shape) for name in ("text", "images"))
+    plain, seeing = (gemma3.write_shape(tmp_path / name, "1b", **shape) for name in ("text", "images"))
     found = []
-    for directory in (plain, as_seen_with_images(seeing)):
+    for directory in (plain, gemma3.as_seen_with_images(seeing)):
         engine = build_engine(directory, **SIZES)
         first = engine.generate(requests())
         again = engine.generate(requests())
@@ -73,3 +85,10 @@ def test_greedy_tokens_are_those_of_transformers_5(name: str) -> None:
     prompts = [tuple(theirs["tokens"][0, : place + 1].tolist()) for place in range(4, 40, 5)]
     completions = build_engine(SAVED / name, **SIZES).generate(requests(prompts, GREEDY))
     assert [completion.token_ids[0] for completion in completions] == theirs["logits"][0].argmax(-1).tolist()
+
+
+def test_layers_are_cached_in_the_shapes_of_their_own_heads(tmp_path: Path) -> None:
+    """Of 8 layers two have no window: 1 head of 32 numbers, and not 2 of 16; keys and values alternate."""
+    directory = gemma4.write_shape(tmp_path, "26b")
+    specs = Engine.build(directory, engine_mesh(jax.devices()[:1]), engine_options(**SIZES)).cache_specs
+    assert [spec.shape[2:] for spec in specs] == [(2, 2, 16), (1, 2, 32), *[(2, 2, 16)] * 5, (1, 2, 32)]
