@@ -164,22 +164,27 @@ def test_every_form_of_request_and_answer(play: Play, tmp_path: Path) -> None:
     assert found["models"]["data"][0]["id"] == "policy"
 
 
-REFUSED = """
-    found = [
-        ask(messages=[]),
-        ask(messages=[{"role": "wizard", "content": "x"}]),
-        ask(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
-        ask(messages=[user("x"), {"role": "tool", "content": "y"}]),
-        ask(messages=[user("x")], n=1000),
-        ask(messages=[user("x")], stop=[""]),
-        ask("/generate", text="x", input_ids=[1]),
-        ask("/v1/completions", prompt="x", echo=True),
-        ask("/reward", reward="much"),
-        ask(key="wrong", messages=[user("x")]),
-        ask("/v1/nothing", x=1),
-        ask("/health", key="wrong"),
-        ask(messages=[user("x" * 2**24)]),
-    ]
+REFUSED = [
+    ("messages=[]", 400, "messages: List should have at least 1 item"),
+    ('messages=[{"role": "wizard", "content": "x"}]', 400, "messages.0.role: Input should be 'system'"),
+    (
+        'messages=[{"role": "user", "content": [{"type": "image_url"}]}]',
+        400,
+        "the parts of a message must be texts, got {'type': 'image_url'}",
+    ),
+    ('messages=[user("x"), {"role": "tool", "content": "y"}]', 400, "tools must describe the tools"),
+    ('messages=[user("x")], n=1000', 400, "n: Input should be less than or equal to 64, got 1000"),
+    ('messages=[user("x")], stop=[""]', 400, "stop must hold"),
+    ('"/generate", text="x", input_ids=[1]', 400, "either text or input_ids"),
+    ('"/v1/completions", prompt="x", echo=True', 400, "echo must be false"),
+    ('"/reward", reward="much"', 400, "a finite number"),
+    ('key="wrong", messages=[user("x")]', 401, "the key of an open session"),
+    ('"/v1/nothing", x=1', 404, ""),
+    ('"/health", key="wrong"', 401, ""),
+    ('messages=[user("x" * 2**24)]', 413, ""),
+]
+"""What is asked, the status, and a part of the reason."""
+PLAYS_ON = """
     ask(messages=[user("at last")])
     found.append(ask(messages=[user("too late")]))
     open("FOUND", "w").write(json.dumps(found))
@@ -188,28 +193,17 @@ REFUSED = """
 
 
 def test_what_cannot_be_honoured_is_refused_with_its_reason(play: Play, tmp_path: Path) -> None:
-    pool = play(REFUSED.replace("FOUND", str(tmp_path / "found.json")))
+    asks = "\n    ".join(f"found.append(ask({asked}))" for asked, *_ in REFUSED)
+    pool = play(f"\n    found = []\n    {asks}" + PLAYS_ON.replace("FOUND", str(tmp_path / "found.json")))
     assert requested(pool.take(0))["messages"] == [{"role": "user", "content": "at last"}]
     assert requested(acted(pool, turn("yes")))["messages"] == [{"role": "user", "content": "too late"}]
     assert ended(pool) == Ended(-1.0)  # as after the last turn that is allowed
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [said[:3] for said in found] == [*["400"] * 9, "401", "404", "401", "413", "400"]
-    reasons = [
-        "messages: List should have at least 1 item",
-        "messages.0.role: Input should be 'system'",
-        "the parts of a message must be texts, got {'type': 'image_url'}",
-        "tools must describe the tools",
-        "n: Input should be less than or equal to 64, got 1000",
-        "stop must hold",
-        "either text or input_ids",
-        "echo must be false",
-        "a finite number",
-        "the key of an open session",
-        "turns or tokens of this episode are used up",
-    ]
-    for said, reason in zip((*found[:10], found[13]), reasons, strict=True):
-        assert reason in json.loads(said[3:])["error"]["message"]
-    assert json.loads(found[13][3:])["error"]["code"] == "context_length_exceeded"
+    used_up = ("", 400, "turns or tokens of this episode are used up")
+    for said, (_, status, reason) in zip(found, [*REFUSED, used_up], strict=True):
+        assert said[:3] == str(status)
+        assert not reason or reason in json.loads(said[3:])["error"]["message"]
+    assert json.loads(found[-1][3:])["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

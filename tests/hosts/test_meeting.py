@@ -113,43 +113,38 @@ def test_without_host_0_its_address_is_named(address: str) -> None:
     assert f"host 0, the coordinator at {address}, did not answer host 1 (Connection refused)" in str(error)
 
 
-def test_a_host_with_another_count_is_sent_away_and_the_run_goes_on(address: str) -> None:
-    first, second = Host(address, caller(0)), Host(address, caller(1))
-    time.sleep(1.0)
-    third = Host(address, caller(2, count=4))
-    assert isinstance(third.join(), LockstepError)
-    assert str(third.error) == (
-        "hosts.count must be the same on every host, got 3 on host 0 and 4 on host 2; start the same command on all of "
-        "them"
-    )
-    right = Host(address, caller(2))
-    assert [host.join() for host in (first, second, right)] == [None] * 3
-
-
-def test_a_host_of_another_run_is_sent_away_and_the_run_goes_on(
-    address: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("stranger", "told"),
+    [
+        (
+            Caller("demo", 2, 4, "process 9 of there"),
+            "hosts.count must be the same on every host, got 3 on host 0 and 4 on host 2; start the same command on "
+            "all of them",
+        ),
+        (
+            Caller("other", 1, 3, "process 9 of there"),
+            "hosts.coordinator must be where host 0 of run 'other' waits, got {address}, where run 'demo' waits for "
+            "its hosts (process 0 of here); give every run a port of its own",
+        ),
+        (
+            Caller("demo", 1, 3, "process 9 of there"),
+            "hosts.index must be another one on every host, got 1 from process 1 of here and from process 9 of there",
+        ),
+    ],
+    ids=["another count", "another run", "a second one of a number"],
+)
+def test_a_host_that_does_not_belong_is_sent_away_and_the_run_goes_on(
+    address: str, stranger: Caller, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = Host(address, caller(0))
-    stranger = Host(address, caller(1, run="other"))
-    error = stranger.join()
-    assert isinstance(error, ConfigError)
-    assert str(error) == (
-        f"hosts.coordinator must be where host 0 of run 'other' waits, got {address}, where run 'demo' waits for its "
-        "hosts (process 0 of here); give every run a port of its own"
-    )
-    hosts = [Host(address, caller(index)) for index in (1, 2)]
-    assert [host.join() for host in (first, *hosts)] == [None] * 3
-    assert "sent away process 1 of here, which came as host 1: hosts.coordinator must" in capsys.readouterr().err
-
-
-def test_a_second_host_of_a_number_is_sent_away(address: str) -> None:
     first, second = Host(address, caller(0)), Host(address, caller(1))
     time.sleep(1.0)
-    error = Host(address, Caller("demo", 1, 3, "process 9 of there")).join()
-    assert isinstance(error, ConfigError)
-    assert "got 1 from process 1 of here and from process 9 of there" in str(error)
+    error = Host(address, stranger).join()
+    assert isinstance(error, LockstepError if stranger.count == 4 else ConfigError)
+    assert str(error).startswith(told.format(address=address))
     third = Host(address, caller(2))
     assert [host.join() for host in (first, second, third)] == [None] * 3
+    said = f"sent away process 9 of there, which came as host {stranger.index}: "
+    assert said + told.format(address=address) in capsys.readouterr().err
 
 
 def test_a_host_that_went_away_may_come_again(address: str) -> None:
