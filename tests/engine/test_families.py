@@ -8,13 +8,21 @@ import jax
 import numpy as np
 import pytest
 
-from tests.engine.building import PROMPTS, build_engine, disagreement, install, policy, requests, trainer_logprobs
+from tests.engine.building import (
+    PROMPTS,
+    build_engine,
+    check_against_float64,
+    disagreement,
+    install,
+    policy,
+    requests,
+    trainer_logprobs,
+)
 from tests.models.random_checkpoint import GEMMA, GEMMA4_EXPERTS, LLAMA3_SCALING, YARN_SCALING, write_random
 from tests.models.test_lora import randomize, with_lora
 from tests.models.test_transformers5 import SAVED
 from tpu_grpo.config import LoraSection
 from tpu_grpo.models.families import FAMILIES
-from tpu_grpo.models.reference import reference_logprobs
 from tpu_grpo.records.stages import SamplingParams
 
 ENGINE_AGAINST_TRAINER, AGAINST_REFERENCE = 1e-4, 3e-4
@@ -76,21 +84,16 @@ def test_engine_trainer_and_reference_agree(tmp_path: Path, family: str, options
     model = policy(directory)
     engine = build_engine(directory, model, tensor, **SIZES)
     asked = requests([*PROMPTS[:3], LONG])
-    completions = engine.generate(asked)
-    trainer = trainer_logprobs(model, asked, completions)
-    for request, completion, trainer_TV in zip(asked, completions, trainer, strict=True):
-        ids, first = [*request.token_ids, *completion.token_ids], len(request.token_ids) - 1
-        reference_TV = reference_logprobs(directory, np.array([ids]))[0, first:-1]
-        sampled = np.arange(len(completion.token_ids)), completion.token_ids
-        assert np.abs(completion.logprobs - trainer_TV[sampled]).max() <= ENGINE_AGAINST_TRAINER
-        assert np.abs(completion.logprobs - reference_TV[sampled]).max() <= AGAINST_REFERENCE
-        assert np.abs(trainer_TV - reference_TV).max() <= AGAINST_REFERENCE
+    check_against_float64(directory, model, engine, asked, ENGINE_AGAINST_TRAINER, AGAINST_REFERENCE)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_moe", "llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_yarn", "mistral", "phi3"))],
+    [
+        *("qwen3_moe", "llama", "gemma3"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_yarn", "mistral", "phi3", "gemma3_text")),
+    ],
 )
 def test_the_engine_computes_what_transformers_5_does(name: str) -> None:
     """The library's transformers would take 10,000 for the base of positions, no scaling, and 128 experts."""

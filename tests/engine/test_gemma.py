@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from sgl_jax.srt.models.registry import ModelRegistry
 
@@ -20,7 +19,6 @@ from tests.engine.building import (
     tokens,
 )
 from tests.models import gemma3, gemma4
-from tests.models.test_transformers5 import SAVED
 from tpu_grpo.engine.engine import Engine, engine_mesh
 
 SIZES: dict[str, Any] = {"batch_paddings": (8,), "prefill_tokens": 64}
@@ -76,15 +74,6 @@ def test_the_text_model_of_one_that_sees_images_samples_the_same(tmp_path: Path)
         found.append((tokens(first), tokens(again), [completion.cached_tokens for completion in again]))
     assert found[0] == found[1]
     assert max(found[1][2]) > 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-def test_greedy_tokens_are_those_of_transformers_5(name: str) -> None:
-    theirs = np.load(SAVED / name / "expected.npz")
-    prompts = [tuple(theirs["tokens"][0, : place + 1].tolist()) for place in range(4, 40, 5)]
-    completions = build_engine(SAVED / name, **SIZES).generate(requests(prompts, GREEDY))
-    assert [completion.token_ids[0] for completion in completions] == theirs["logits"][0].argmax(-1).tolist()
 
 
 def test_layers_are_cached_in_the_shapes_of_their_own_heads(tmp_path: Path) -> None:
