@@ -1,6 +1,5 @@
 """Whole runs of other models and settings: adapters, some layers, experts whose routing is replayed, Gemma, filters."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ from safetensors.numpy import load_file
 
 from tests.several.runs import completed, lines, one_process, outcome, settings, train, write_files
 from tpu_grpo.cli.dry_run import check
-from tpu_grpo.cli.evaluate import evaluate_checkpoint
-from tpu_grpo.config import EvaluationSection, RunConfig, load_config, parse_config
-from tpu_grpo.hosts import Hosts, Watch
-from tpu_grpo.observe.evaluation import record_of
+from tpu_grpo.config import RunConfig, load_config, parse_config
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.abstract import open_abstract_checkpoint
 from tpu_grpo.run.fingerprints import fingerprints
@@ -78,28 +74,6 @@ def test_a_run_with_adapters_goes_on_and_is_a_start_for_others(tmp_path: Path) -
     assert first != metrics[0]["rollout/tokens_digest"]
     compared = fingerprints(started).keys()
     assert {"adapter file adapter_config.json", "adapter file adapter_model.safetensors"} <= compared
-
-
-@pytest.mark.slow
-def test_a_run_of_some_layers_moves_the_others_once(tmp_path: Path) -> None:
-    train(config(tmp_path / "run", train_layers="1"))
-    moved = [m["weights/bytes_moved"] for m in lines(tmp_path / "run")]
-    train(config(tmp_path / "all"))
-    assert max(moved) < min(m["weights/bytes_moved"] for m in lines(tmp_path / "all"))
-    assert not (tmp_path / "run/adapters").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [{"lora": LORA}, {"train_layers": "1"}], ids=["adapters", "layers"])
-def test_a_checkpoint_of_what_is_trained_gives_the_numbers_that_the_run_found(
-    tmp_path: Path, model: dict[str, Any]
-) -> None:
-    evaluation = {"path": "held.jsonl", "prompts": 6, "samples": 4}
-    given = config(tmp_path, **model).model_copy(update={"evaluation": EvaluationSection(**evaluation)})
-    train(given)
-    _, found = evaluate_checkpoint(given, "latest", Hosts(), Watch(Hosts()))
-    last = (tmp_path / "evaluation.jsonl").read_text().splitlines()[-1]
-    assert record_of(found) == json.loads(last)
 
 
 def test_what_the_model_lacks_is_refused_before_anything_is_built(tmp_path: Path) -> None:

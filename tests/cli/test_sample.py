@@ -20,18 +20,6 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.slow  # three engines
-def test_answers_are_the_same_alone_and_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
-    alone = told(capsys, "run@initial", "1+1=", "2+1=", "--n", "2")
-    prompt = "=== {}\n"
-    first, second = (re.escape(prompt.format(question)) for question in ("1+1=", "2+1="))
-    answers = r"\[1\] .*\n\[2\] .*\n"
-    assert re.fullmatch(first + answers + second + answers, alone, re.DOTALL)
-    to_the_first = alone.split(prompt.format("2+1="))[0].removeprefix(prompt.format("1+1="))
-    assert told(capsys, "run@initial", "1+1=", "--n", "2", "--seed", "5") == to_the_first
-    assert told(capsys, "run@initial", "1+1=", "--n", "2", "--seed", "6") != to_the_first
-
-
 @pytest.mark.full
 def test_rewards_are_shown_for_columns_and_for_records_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
     given = told(capsys, "run@initial", "3+1=", "--rewards", "--column", "answer=4", "--temperature", "0")
