@@ -103,12 +103,13 @@ def by_hand(mix: float, top: int, order: np.ndarray) -> tuple[float, np.ndarray]
 
 
 def divergence_of(mix: float, top: int, order: np.ndarray, weight: float = 1.0) -> tuple[Any, Any]:
+    """Of two equal tokens, each with half of the weight."""
+    rest = np.append(np.log(binned(TEACHER, order, top))[:top], np.log(TEACHER[order][top:].sum() or 1.0))
+    teacher, weights, zeros = jnp.tile(rest, (1, 2, 1, 1)), jnp.full((1, 2, 1), weight / 2), jnp.zeros((1, 2))
+
     def loss(logits: Any) -> Any:
-        ids = jnp.asarray(order[:top])[None, None, None]
-        rest = np.append(np.log(binned(TEACHER, order, top))[:top], np.log(TEACHER[order][top:].sum() or 1.0))
-        policy, weights = jax.nn.log_softmax(logits)[ids], jnp.full((1, 1, 1), weight)
-        taught = Taught(jnp.asarray(rest)[None, None, None], policy, weights, has_rest=top < 5)
-        zeros = jnp.zeros((1, 1))
+        policy = jnp.tile(jax.nn.log_softmax(logits)[order[:top]], (1, 2, 1, 1))
+        taught = Taught(teacher, policy, weights, has_rest=top < 5)
         return algorithm("gkd", mix=mix, top_k=top).token_losses(zeros, zeros, zeros, taught=taught).loss_BT.sum()
 
     return jax.value_and_grad(loss)(jnp.asarray(LOGITS))

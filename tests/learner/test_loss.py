@@ -174,6 +174,23 @@ def test_agreement_is_measured_on_the_way(model: Any, case: dict[str, Any], tmp_
     assert float(sums.agreement.abs_sum) == pytest.approx(np.abs(gap).sum(), abs=2e-5)
 
 
+@pytest.mark.full
+def test_bins_of_the_whole_vocabulary_have_no_rest(model: Any, case: dict[str, Any]) -> None:
+    """Two teachers whose bins are all tokens: what stands behind these has no part in the divergence."""
+    rows, _ = rows_of(case, "token-mean")
+    of_each = (*rows.weights.shape, 2)
+    taught = {
+        "teacher_ids": jnp.broadcast_to(jnp.arange(VOCAB, dtype=jnp.int32), (*of_each, VOCAB)),
+        "teacher_weights": jnp.ones(of_each),
+    }
+    uniform, losses = jnp.full((*of_each, VOCAB), -np.log(VOCAB)), []
+    settings = settings_of(name="gkd", options={"mix": 0.0, "top_k": VOCAB})
+    for rest in (0.0, -20.0):
+        top = jnp.concatenate([uniform, jnp.full((*of_each, 1), rest)], axis=-1)
+        losses.append(float(policy_loss(model, batch_of(rows, teacher_top=top, **taught), settings)[0]))
+    assert losses[0] == losses[1] > 0.0
+
+
 def test_importance_weights_multiply_the_token_losses(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     engine = [line + rng.uniform(-1.0, 1.0, len(line)) for line in case["old"]]
