@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.models.random_checkpoint import write_random_qwen3
+from tests.several.runs import settings
 from tpu_grpo.checking import measured_rates, numerics
 from tpu_grpo.checking.findings import Finding
 from tpu_grpo.checking.numerics import Shared
@@ -31,16 +32,9 @@ V5E = parse_slice("v5e-4").generation
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     directory = tmp_path_factory.mktemp("check")
     model = write_random_qwen3(directory / "model", layers=3)
-    config = parse_config(
-        {
-            "model": {"path": str(model)},
-            "data": {"prompts_per_step": 4, "max_prompt_tokens": 12},
-            "rollout": {"max_new_tokens": 6, "prefill_tokens": 64, "batch_paddings": [8], "max_running_requests": 8},
-            "rewards": [{"name": "exact_answer"}],
-            "algorithm": {"group_size": 4},
-            "meshes": {"sampler": {"tensor": 4}},  # one engine to compile
-        }
-    )
+    rollout = {"batch_paddings": [8], "max_running_requests": 8}
+    meshes = {"sampler": {"tensor": 4}}  # one engine to compile
+    config = parse_config(settings(directory / "run", model={"path": str(model)}, rollout=rollout, meshes=meshes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TPU_GRPO_CACHE", str(directory / "cache"))
         patch.setattr(numerics, "LAYERS", 1)

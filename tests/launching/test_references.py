@@ -12,9 +12,8 @@ import pytest
 from tests.launching.driving import REPOSITORY, eventually
 from tests.launching.stand_in import StandIn
 from tests.models.hub import Hub, open_hub
-from tests.models.random_checkpoint import edit_config, write_random_qwen3
+from tests.several.runs import write_files
 from tpu_grpo.cli.launch import main
-from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow]
 
@@ -24,11 +23,7 @@ NAMES = {"qwen3_1p7b_gsm8k": "Qwen/Qwen3-1.7B", "qwen3_4b_gsm8k": "Qwen/Qwen3-4B
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    tokenizer = build_byte_tokenizer()
-    model = write_random_qwen3(tmp_path / "model", vocab=len(tokenizer), kv_heads=4, scale=0.3)
-    tokenizer.save_pretrained(str(model))
-    edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    files = {path.name: path.read_bytes() for path in (write_files(tmp_path) / "model").iterdir()}
     data = "".join(json.dumps(problem) + "\n" for problem in PROBLEMS).encode()
     with open_hub(dict.fromkeys(NAMES.values(), files), {"train.jsonl": data, "test.jsonl": data}) as opened:
         yield opened

@@ -5,7 +5,6 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
@@ -14,49 +13,31 @@ from tests.launching import gcloud_syntax
 from tests.launching.driving import REPOSITORY, eventually
 from tests.launching.kubernetes_stand_in import Kubernetes
 from tests.launching.stand_in import StandIn
-from tests.models.random_checkpoint import edit_config, write_random_qwen3
+from tests.several.runs import outcome, settings, write_files
 from tpu_grpo.cli.launch import main
-from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
 pytestmark = pytest.mark.several_hosts
 
 STEPS = 4
-REWARD = """
-def ascii_share(prompts, completions):
-    return [sum(c.isascii() for c in text) / max(1, len(text)) for text in completions]
-"""
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of a tiny model; its directory is the workers' shared disk."""
     monkeypatch.delenv("XLA_FLAGS")
-    tokenizer = build_byte_tokenizer()
-    model = write_random_qwen3(tmp_path / "model", vocab=len(tokenizer), kv_heads=4, scale=0.3)
-    tokenizer.save_pretrained(str(model))
-    edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    (tmp_path / "rewards.py").write_text(REWARD)
-    (tmp_path / "data.jsonl").write_text("".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(20)))
-    tree: dict[str, Any] = {
-        "run": {"dir": str(tmp_path / "run"), "max_steps": STEPS, "seed": 5},
-        "model": {"path": str(model)},
-        "data": {"path": str(tmp_path / "data.jsonl"), "prompts_per_step": 4, "max_prompt_tokens": 12},
-        "rollout": {"max_new_tokens": 6, "prefill_tokens": 64, "batch_paddings": [16], "max_running_requests": 16},
-        "rewards": [{"name": f"{tmp_path}/rewards.py:ascii_share"}],
-        "algorithm": {"group_size": 4},
-        "optimizer": {"learning_rate": 1e-3},
-        "checkpoint": {"every": 1},
-        "hosts": {"lost_timeout_seconds": 20, "start_timeout_seconds": 60},
-    }
+    files = write_files(tmp_path)
+    tree = settings(
+        tmp_path / "run",
+        run={"max_steps": STEPS},
+        model={"path": str(files / "model")},
+        data={"path": str(files / "data.jsonl")},
+        rewards=[{"name": f"{files}/rewards.py:ascii_share"}],
+        checkpoint={"every": 1},
+        hosts={"lost_timeout_seconds": 20, "start_timeout_seconds": 60},
+    )
     path = tmp_path / "training.yaml"
     path.write_text(json.dumps(tree))
     return path
-
-
-def outcome(run_dir: Path) -> tuple[list[str], str]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((run_dir / "summary.json").read_text())
-    return [line["rollout/tokens_digest"] for line in lines], summary["params_digest"]
 
 
 @pytest.mark.timeout(600)
