@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tpu_grpo.algorithms import Taught, open_algorithm
-from tpu_grpo.algorithms.gkd import divergence
+from tpu_grpo.algorithms.gkd import divergence, with_rest
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.records.errors import ConfigError
 
@@ -123,6 +123,13 @@ def test_values_and_gradients_by_hand(mix: float, top: int) -> None:
     found, slope = divergence_of(mix, top, order, weight=2.0)
     assert float(found) == pytest.approx(2 * value, abs=1e-6)
     np.testing.assert_allclose(slope, 2 * gradient, atol=1e-6)
+
+
+def test_a_rest_of_nothing_has_a_logarithm() -> None:
+    """Two tokens have all of the probability, as far as float32 tells; the rest counts as 1e-7."""
+    rests, slopes = jax.value_and_grad(lambda logps: with_rest(logps)[0, -1])(jnp.log(jnp.array([[0.25, 0.75]])))
+    assert float(rests) == pytest.approx(np.log(1e-7), abs=1e-6)
+    assert np.isfinite(slopes).all()
 
 
 def test_its_limits_are_the_divergences() -> None:

@@ -105,8 +105,8 @@ def test_weights_by_hand(aggregation: Any) -> None:
 
 
 def test_prompts_without_tokens_are_none_to_the_mean_over_prompts() -> None:
-    found = token_weights(np.array([0, 0, 3, 1]), "prompt-mean-token-mean", 4, 2)
-    np.testing.assert_allclose(found, [0, 0, 1 / 4, 1 / 4], rtol=1e-15)
+    found = token_weights(np.array([0, 0, 3, 1, 0, 1]), "prompt-mean-token-mean", 4, 2)
+    np.testing.assert_allclose(found, [0, 0, 1 / 8, 1 / 8, 0, 1 / 2], rtol=1e-15)
 
 
 def test_weighted_sums_are_the_means_that_they_are_named_after() -> None:
