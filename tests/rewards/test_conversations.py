@@ -98,7 +98,9 @@ def test_environments_are_opened_in_workers_only(reward_file: MakeFile) -> None:
     said = r"reward f takes environments, .* its workers must be >= 1, got 0; set workers: 1 or more, or take"
     with pytest.raises(ConfigError, match=said):
         open_rewards([RewardSpec(name=f"{path}:f", workers=0)], [])
-    open_rewards([RewardSpec(name=f"{path}:g", workers=0)], []).close()
+    for name, workers, keeps in (("f", 1, True), ("g", 0, False)):
+        with open_rewards([RewardSpec(name=f"{path}:{name}", workers=workers)], []) as rewards:
+            assert rewards.keeps_environments is keeps
 
 
 def test_what_was_not_kept_says_why(tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def test_rollouts_of_the_same_prompts_are_scored_together() -> None:
     with open_rewards([RewardSpec(name="exact_answer"), spec("third"), spec("rank")], ["answer"]) as rewards:
         expected = [rewards.score(greedy), rewards.score(ROLLOUT)]
         with rewards.begin(ROLLOUT.batch, rollouts=2) as scoring:
+            # ten groups count towards recycle as the four batches of rows that come together
+            assert scoring.early["third"]._weight * 2 * PROMPTS == pytest.approx(4)
             scoring.add(3, ROLLOUT.completions[6:8], TEXTS[6:8], rollout=1)
             scoring.add(3, greedy.completions[3:4], ["g"])
             scoring.add(0, greedy.completions[:1], ["a"])
