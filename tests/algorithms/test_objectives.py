@@ -235,6 +235,22 @@ def test_loss_and_gradient_are_those_of_the_paper(case: Case, label: str) -> Non
     assert program._cache_size() == 1  # one program, whatever the lengths
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("label", sorted(CASES.keys() - {"dppo"}))  # which takes the engine's old policy only
+def test_an_update_may_take_its_own_log_probabilities_as_the_old_ones(case: Case, label: str) -> None:
+    """Loss, gradient and sums are those with the same numbers given as the old policy's; no gradient flows through."""
+    name, chosen = CASES[label]
+    section = AlgorithmSection.model_validate({"name": name, **chosen, "old_policy": "trainer"})
+    settings = settings_of(section)
+    own = replace(batch_in_order(case, settings.algorithm.aggregation, np.arange(12)), old_logps=None)
+    given = replace(own, old_logps=look_up(jnp.asarray(case.now), own.rows).logprobs_RS)
+    found, expected = (gradient_of(case.now, batch, settings) for batch in (own, given))
+    assert np.abs(expected[1]).max() > 0.0
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-7)
+    assert float(found[0][1].ratio_excess) == 0.0
+
+
 @pytest.mark.parametrize("label", ["grpo", "dual_clip", "delta", "cispo", "cispo_two_sided", "dppo"])
 def test_the_cases_reach_both_sides_of_every_bound(case: Case, label: str) -> None:
     """Over the advantage, the slopes of tokens that a bound cuts are all the same; those of others are not."""

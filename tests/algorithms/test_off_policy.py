@@ -20,7 +20,6 @@ import pytest
 from tests.learner.toy import settings_of
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner import loss as loss_module
-from tpu_grpo.learner.batches import truncated_weights
 from tpu_grpo.learner.forward import ModelRows, TokenLogprobs
 from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_loss
 
@@ -82,9 +81,7 @@ def batch_of(section: AlgorithmSection, table_PTV: Any, ids_RT: Any, engine_RT: 
     )
     if section.old_policy == "rollout":
         return batch
-    trainer = look_up(table_PTV, rows).logprobs_RS
-    importance = None if section.correction else truncated_weights(trainer, engine, cap=section.upper_importance)
-    return replace(batch, old_logps=trainer, importance=importance)
+    return replace(batch, old_logps=look_up(table_PTV, rows).logprobs_RS)
 
 
 def train(optimizer: optax.GradientTransformation, **algorithm: Any) -> Outcome:

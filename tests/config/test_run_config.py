@@ -137,6 +137,24 @@ def test_there_are_shipped_configs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "recomputes"),
+    [
+        ({}, False),
+        ({"iterations": 2}, True),
+        ({"mini_batch_prompts": 2}, True),
+        ({"mini_batch_prompts": 4}, False),  # all prompts of a step
+        ({"beta": 0.1}, False),
+        ({"beta": 0.1, "kl_in": "reward"}, True),
+        ({"correction": "sequence", "opsm": 0.1, "top_entropy_quantile": 0.2}, False),
+        ({"old_policy": "rollout", "iterations": 2}, False),
+    ],
+)
+def test_an_only_update_needs_no_pass_for_its_old_policy(algorithm: dict[str, Any], recomputes: bool) -> None:
+    given = {"data": {"prompts_per_step": 4}, "algorithm": {"old_policy": "trainer", **algorithm}}
+    assert parse_config(given).recomputes_old_policy == recomputes
+
+
+@pytest.mark.parametrize(
     ("given", "policy"),
     [
         ({}, "rollout"),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,9 +28,10 @@ from tests.learner.toy import (
     with_noise,
 )
 from tpu_grpo.config import RunConfig
-from tpu_grpo.learner import Learner
+from tpu_grpo.learner import Learner, batches
 from tpu_grpo.learner.loss import agreement_metrics
 from tpu_grpo.learner.parameters import by_name
+from tpu_grpo.learner.teachers import TeacherReadings
 from tpu_grpo.learner.update import update_metrics as update_metrics_of
 from tpu_grpo.observe.step_metrics import update_metrics
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
@@ -142,6 +144,58 @@ def test_neither_micro_batches_nor_the_mesh_change_the_step(
     assert_same_step(whole, other)
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("algorithm", "passes"),
+    [
+        ({"micro_batch_prompts": 1}, 0),
+        ({"correction": "sequence", "importance_cap": 1.2, "veto_low": 0.4, "opsm": 0.05}, 0),
+        pytest.param({"beta": 0.1, "kl_unbiased": True, "top_entropy_quantile": 0.5}, 1, marks=pytest.mark.slow),
+    ],
+    ids=["micro-batches", "correction", "penalty"],
+)
+def test_an_only_update_computes_the_old_policy_in_its_own_pass(
+    tmp_path: Path, algorithm: dict[str, Any], passes: int
+) -> None:
+    """Step and metrics are those with a forward pass before the update, whose ratios are 1 but for rounding."""
+    tree = {"algorithm": {"old_policy": "trainer", **algorithm}, "optimizer": GENTLE}
+    config, mesh = make_config(tmp_path, tree), make_mesh()
+    reference = make_model(mesh, 100) if config.algorithm.beta else None
+    own, apart = (make_learner(config, mesh, reference=reference) for _ in range(2))
+    apart._parts.batches.recomputes = True
+    scored = with_noise(scored_steps(config, 1)[0], 0.3)
+    found, expected, micro = [], [], len(micro_batches(own, scored))
+    for learner, metrics in ((own, found), (apart, expected)):
+        with mock.patch.object(batches, "logprobs", wraps=batches.logprobs) as computed:
+            metrics.append(learner.update(scored).metrics)
+        assert computed.call_count == micro * (passes + (learner is apart)) == micro * learner._parts.forward_passes
+    assert_same_step(apart, own)
+    assert found[0].keys() == expected[0].keys()
+    for name, value in expected[0].items():
+        assert found[0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    assert found[0]["update/ratio_mean"] == 1.0
+    assert found[0]["agreement/effective_sample_size"] < 0.99
+    if "correction" in algorithm:
+        shares = [found[0][f"correction/{name}_fraction"] for name in ("bounded", "vetoed", "opsm")]
+        assert all(0.0 < share < 1.0 for share in shares)
+
+
+@pytest.mark.full
+def test_the_second_of_two_mini_batches_compares_with_the_policy_before_the_first(tmp_path: Path) -> None:
+    section = {"old_policy": "trainer", "mini_batch_prompts": 2}
+    config = make_config(tmp_path, {"algorithm": section})
+    learner, scored = make_learner(config), with_noise(scored_steps(config, 1)[0], 0.3)
+    initial, seen = old_logps(learner, scored), []
+    with mock.patch.object(batches, "logprobs", wraps=batches.logprobs) as computed:
+        for update in learner._updates(signal_of(learner, scored), TeacherReadings()):
+            for batch in update:
+                mask = np.asarray(batch.rows.mask)
+                seen += np.asarray(batch.old_logps)[mask].tolist()
+            assert update_metrics_of([learner._update(update)])["update/ratio_mean"] != 1.0 or len(seen) < len(initial)
+    np.testing.assert_allclose(np.sort(seen), np.sort(initial), atol=2e-5)
+    assert computed.call_count == learner._parts.forward_passes == 1  # for all rows, before the first
 
 
 @pytest.mark.full

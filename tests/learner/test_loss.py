@@ -15,7 +15,6 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
 
 from tests.learner.toy import EOS, PAD, VOCAB, make_config, make_mesh, make_model, model_logps, settings_of
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.learner.batches import truncated_weights
 from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_loss
 from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.learner.rows import Packing, RowShape, train_rows
@@ -194,20 +193,21 @@ def test_bins_of_the_whole_vocabulary_have_no_rest(model: Any, case: dict[str, A
 def test_importance_weights_multiply_the_token_losses(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     engine = [line + rng.uniform(-1.0, 1.0, len(line)) for line in case["old"]]
-    weights = truncated_weights(packed(case["old"], case), packed(engine, case), cap=1.5)
     by_hand = [np.minimum(np.exp(o - e), 1.5) for o, e in zip(case["old"], engine, strict=True)]
     assert any((line == 1.5).any() for line in by_hand)  # the cap is reached
-    mask = rows_of(case, "token-mean")[0].rows.mask
-    np.testing.assert_allclose(np.asarray(weights)[mask], np.asarray(packed(by_hand, case))[mask], rtol=1e-5)
+    given = [rng.uniform(0.0, 1.0, len(line)) for line in by_hand]
     batch = batch_of(
         rows_of(case, "sequence-mean-token-mean")[0],
-        importance=weights,
+        rollout_logps=packed(engine, case),
+        importance=packed(given, case),
+        old_logps=packed(case["old"], case),
         reference_logps=packed(case["reference"], case),
     )
-    loss, _ = policy_loss(model, batch, make_settings(tmp_path, beta=0.3, kl_estimator="mse_kl"))
-    means = []
+    section = {"old_policy": "trainer", "importance_cap": 1.5, "beta": 0.3, "kl_estimator": "mse_kl"}
+    loss, _ = policy_loss(model, batch, make_settings(tmp_path, **section))
+    means, weights = [], [of_engine * more for of_engine, more in zip(by_hand, given, strict=True)]
     for now, old, reference, weight, advantage in zip(
-        case["now"], case["old"], case["reference"], by_hand, ADVANTAGES, strict=True
+        case["now"], case["old"], case["reference"], weights, ADVANTAGES, strict=True
     ):
         ratio = np.exp(now - old)
         surrogate = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)

@@ -93,10 +93,6 @@ def test_all_updates_compare_with_the_policy_before_the_first(tmp_path: Path) ->
     mean = np.concatenate(gaps).mean()
     advantages = (centred / centred.std(ddof=1)).ravel()
     wanted["advantages"] = [advantage + 0.1 * (mean - gap) for advantage, gap in zip(advantages, gaps, strict=True)]
-    wanted["importance"] = [
-        np.minimum(np.exp(old - engine), 2.0)
-        for old, engine in zip(wanted["old_logps"], wanted["rollout_logps"], strict=True)
-    ]
     seen = []
     for batches in learner._updates(signal_of(learner, scored), TeacherReadings()):
         for name, expected in wanted.items():

@@ -56,9 +56,10 @@ def assert_lowers_the_same(config: RunConfig, mesh: Mesh, model: nnx.Module, inp
         pytest.param({}, None, marks=pytest.mark.slow),
         ({"beta": 0.1, "micro_batch_prompts": 2}, None),
         pytest.param({"old_policy": "trainer", "iterations": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"old_policy": "trainer"}, None, marks=pytest.mark.slow),
         ({}, 128),
     ],
-    ids=["plain", "reference and accumulation", "old policy", "flash attention"],
+    ids=["plain", "reference and accumulation", "old policy", "own old policy", "flash attention"],
 )
 def test_a_described_learners_programs_are_the_learners(
     tmp_path: Path, algorithm: dict[str, Any], flash_block: int | None

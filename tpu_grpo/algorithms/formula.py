@@ -58,7 +58,7 @@ def objective_line(
     old = "p_engine" if section.old_policy == "rollout" else "p_old"
     token, *definitions = pieces(token_formula(algorithm.objective, old))
     factors: list[str] = []
-    if section.old_policy == "trainer" and section.correction is None:
+    if section.truncates_importance:
         factors.append(f"min(p_old/p_engine, {section.upper_importance:g})")
     if (share := section.top_entropy_quantile) < 1.0:
         factors.append("h")

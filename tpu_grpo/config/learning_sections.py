@@ -224,6 +224,12 @@ class AlgorithmSection(Section):
         return self.iterations if self.tunix is None else int(self.options.get("num_iterations", 1))
 
     @property
+    def truncates_importance(self) -> bool:
+        """Whether truncated importance weights multiply the token losses: those of old_policy=trainer, unless
+        algorithm.correction chooses others."""
+        return self.old_policy == "trainer" and self.correction is None
+
+    @property
     def upper_importance(self) -> float:
         """The upper limit of the importance weights of old_policy=trainer: importance_cap, or 2 when that is unset."""
         return 2.0 if self.importance_cap is None else self.importance_cap

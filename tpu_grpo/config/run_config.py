@@ -253,6 +253,16 @@ class RunConfig(Section):
         return self.algorithm.passes * (self.data.prompts_per_step // self.mini_batch_prompts)
 
     @property
+    def recomputes_old_policy(self) -> bool:
+        """Whether a forward pass of its own computes the log-probabilities of algorithm.old_policy=trainer.
+
+        If a step makes one update, the policy that this update starts from is the old policy, so that its own forward
+        pass computes them. A KL penalty in the reward needs them earlier, because its mean is over the whole step.
+        """
+        algorithm = self.algorithm
+        return algorithm.old_policy == "trainer" and (self.updates_per_step > 1 or algorithm.kl_in == "reward")
+
+    @property
     def updates(self) -> int:
         """The number of optimizer updates of the run."""
         return self.run.max_steps * self.updates_per_step

@@ -9,6 +9,9 @@ first update, and under its current policy:
               importance sampling (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you
               off-policy RL training"), or instead by the weights of ``algorithm.correction``, if that is set
 
+Where a step makes one update, p is c without gradient. The loss takes p from its own forward pass, and micro-batches do
+not hold it (`RunConfig.recomputes_old_policy`).
+
 Suffixes: R training rows, S tokens of a row.
 """
 
@@ -36,12 +39,14 @@ _agreement_sums = jax.jit(agreement_sums)
 
 
 class Batches:
-    """Makes micro-batches, with log-probabilities of the policy and, for a KL penalty, of the reference model."""
+    """Makes micro-batches, with log-probabilities of the old policy, which a forward pass of ``policy`` computes if
+    ``recomputes``, and, for a KL penalty, of the reference model."""
 
-    def __init__(self, policy: nnx.Module, reference: FrozenModel | None, settings: LossSettings):
+    def __init__(
+        self, policy: nnx.Module, reference: FrozenModel | None, settings: LossSettings, *, recomputes: bool = False
+    ):
         self._policy, self._reference, self.settings, self._mesh = policy, reference, settings, settings.mesh
-        self._recomputed = settings.section.old_policy == "trainer"
-        self._truncated = self._recomputed and settings.section.correction is None
+        self.recomputes, self._from_engine = recomputes, settings.section.old_policy != "trainer"
         self._sharding = NamedSharding(settings.mesh, PartitionSpec(DATA_AXIS))
         self._put = functools.partial(placed, sharding=self._sharding)
 
@@ -52,26 +57,22 @@ class Batches:
         backend aborts when the forward passes of many micro-batches run concurrently.
         """
         batch = jax.tree.map(self._put, batch)
-        found, importance = {"old_logps": batch.rollout_logps, **self._compared(batch)}, batch.importance
-        if self._truncated:
-            cap = self.settings.section.upper_importance
-            truncated = truncated_weights(found["old_logps"], batch.rollout_logps, cap=cap)
-            importance = truncated if importance is None else truncated * importance
-        return jax.block_until_ready(replace(batch, importance=importance, **found))
+        found = {"old_logps": batch.rollout_logps} if self._from_engine else {}
+        return jax.block_until_ready(replace(batch, **{**found, **self._compared(batch)}))
 
     def compared(self, batch: TrainBatch) -> dict[str, PerToken]:
         """Compute the log-probabilities that the loss needs in addition to the engine's, by field name in `TrainBatch`.
 
-        These are ``old_logps`` with algorithm.old_policy=trainer, and ``reference_logps`` with a KL penalty.
+        These are ``old_logps`` if they are recomputed, and ``reference_logps`` with a KL penalty.
         """
         return jax.block_until_ready(self._compared(replace(batch, rows=self.placed_rows(batch))))
 
     def describe(self, batch: TrainBatch) -> TrainBatch:
         """Return the shapes, types and shardings of the arrays that `place` makes, without computing anything."""
         batch = jax.tree.map(self._described, batch)
-        logps, importance = batch.rollout_logps, batch.rollout_logps if self._truncated else batch.importance
-        reference = None if self._reference is None else logps
-        return replace(batch, old_logps=logps, importance=importance, reference_logps=reference)
+        logps = batch.rollout_logps
+        old = logps if self._from_engine or self.recomputes else None
+        return replace(batch, old_logps=old, reference_logps=None if self._reference is None else logps)
 
     def placed_rows(self, batch: TrainBatch) -> ModelRows:
         """Put the model's inputs of a micro-batch on the trainer's devices."""
@@ -103,7 +104,7 @@ class Batches:
             if known is None:
                 known = self.sharded(reference.logprobs(batch.rows, **self.settings.forward))
             found["reference_logps"] = known
-        if self._recomputed:
+        if self.recomputes:
             known = batch.old_logps
             found["old_logps"] = self._logprobs(self._policy, batch.rows) if known is None else known
         return found
@@ -115,12 +116,6 @@ class Batches:
 
     def _described(self, value: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._sharding)
-
-
-@functools.partial(jax.jit, static_argnames="cap")
-def truncated_weights(trainer_logps: PerToken, engine_logps: PerToken, *, cap: float) -> PerToken:
-    """Compute every token's importance weight min(exp(trainer - engine), cap) from its log-probabilities."""
-    return jnp.minimum(jnp.exp(trainer_logps - engine_logps), cap)
 
 
 def with_top_entropy(batch: TrainBatch, share: float) -> TrainBatch:

@@ -89,8 +89,8 @@ class LearnerParts:
     @property
     def forward_passes(self) -> int:
         """The number of forward passes before a step's updates, for reference, old policy and entropies: 0 to 3."""
-        section = self.settings.section
-        return (self.reference is not None) + (section.old_policy == "trainer") + (section.top_entropy_quantile < 1.0)
+        has_entropies = self.settings.section.top_entropy_quantile < 1.0
+        return (self.reference is not None) + self.batches.recomputes + has_entropies
 
     @cached_property
     def batch(self) -> TrainBatch:
@@ -140,7 +140,7 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     shape = row_shape(config, model, inputs.mesh, min(algorithm.top_k or 0, below))
     slices, made = Slices(inputs.joined), list[Teacher]()
     updater = Updater(config.optimizer, config.updates, model, stepped, settings, slices)
-    batches = Batches(model, reference, settings)
+    batches = Batches(model, reference, settings, recomputes=config.recomputes_old_policy)
     for (spec, given), each in zip(pairs, frozen, strict=True):
         own = batches if given.mesh is None else Batches(each.model, None, replace(settings, mesh=given.mesh))
         made.append(Teacher(spec, each, _teacher_shape(shape, spec, own.settings.mesh, each), own, given.hinted))

@@ -2,6 +2,9 @@
 
     loss = sum of weight x (importance x correction x algorithm.token_losses + beta x KL - coefficient x entropy)
 
+The correction is that of ``algorithm.correction``, or min(old policy / engine, cap) with ``algorithm.old_policy:
+trainer``.
+
 With teachers, the advantage of a token also has the sum over teachers of weight x (log teacher - log policy), see
 `Distill` in tpu_grpo/algorithms/distill.py, unless the objective compares likeliest tokens (`Gkd`). Reference and
 teachers are independent: beta draws the policy back to where it began, a teacher towards the teacher.
@@ -90,8 +93,8 @@ class TrainBatch:
     rollout_logps: Any
     """The log-probabilities that the engine sampled with, float32 [R, S]."""
     old_logps: Any = None
-    """The old policy's log-probabilities, the denominator of the ratio, float32 [R, S]. In host memory this is None
-    unless these log-probabilities were computed before."""
+    """The old policy's log-probabilities, the denominator of the ratio, float32 [R, S]. None on the devices if the loss
+    takes its own; in host memory, None unless they were computed before."""
     importance: Any = None
     """Multiplies the algorithm's token losses, float32 [R, S]; None stands for 1."""
     reference_logps: Any = None
@@ -128,11 +131,13 @@ class LossSettings:
     def numbers(self) -> dict[str, Any]:
         """The numbers that the compiled program takes as inputs, so that other values need no recompilation.
 
-        They are the weight of the KL penalty, the coefficient of the entropy bonus, and what the algorithm and its
-        correction list in their attribute ``numbers``, such as the bounds of a clip. Whether there is a penalty, a
-        bonus or a bound at all is part of the program.
+        They are the weight of the KL penalty, the coefficient of the entropy bonus, the upper limit of truncated
+        importance weights, and what the algorithm and its correction list in their attribute ``numbers``, such as the
+        bounds of a clip. Whether there is a penalty, a bonus or a bound at all is part of the program.
         """
-        return {"beta": self.section.beta, "entropy": self.section.entropy_bonus, **self.algorithm.numbers}
+        section = self.section
+        cap = {"cap": section.upper_importance} if section.truncates_importance else {}
+        return {"beta": section.beta, "entropy": section.entropy_bonus, **cap, **self.algorithm.numbers}
 
     def placed_numbers(self, entropy: EntropyState | tuple[()]) -> dict[str, Any]:
         """Return `numbers` as float32 arrays on all devices; an adapted entropy coefficient comes from ``entropy``."""
@@ -223,7 +228,8 @@ def policy_loss(
         # Called before and after the losses: values of tokens that do not count may be infinite, and 0 * inf is NaN.
         return jnp.where(counts_RS, values_RS, 0.0)
 
-    now_RS, old_RS = counted(found.logprobs_RS), counted(batch.old_logps)
+    old_logps_RS = jax.lax.stop_gradient(found.logprobs_RS) if batch.old_logps is None else batch.old_logps
+    now_RS, old_RS = counted(found.logprobs_RS), counted(old_logps_RS)
     sequences, correction = Sequences(batch.rows.segments, counts_RS), None
     advantages_RS, taught = batch.advantages, None
     if batch.teacher_logps is not None:
@@ -237,6 +243,8 @@ def policy_loss(
         logprobs_BT=now_RS, old_logprobs_BT=old_RS, advantages_BT=advantages_RS, sequences=sequences, taught=taught
     )
     loss_RS = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
+    if section.truncates_importance:
+        loss_RS = loss_RS * jnp.minimum(jnp.exp(old_RS - counted(batch.rollout_logps)), numbers["cap"])
     if algorithm.correction is not None:
         weights_RS, correction = algorithm.correction.weights(
             now_RS, old_RS, counted(batch.rollout_logps), advantages_RS, sequences
@@ -260,7 +268,7 @@ def policy_loss(
         entropy=jax.lax.stop_gradient(found.entropies_RS * mask_RS).sum(),
         agreement=agreement(batch.rollout_logps, mask_RS),
         correction=correction,
-        ratio_excess=agreement(batch.old_logps, mask_RS).excess_sum if section.old_policy == "trainer" else None,
+        ratio_excess=agreement(old_logps_RS, mask_RS).excess_sum if section.old_policy == "trainer" else None,
         by_age=None
         if (older_RS := batch.older) is None
         else (agreement(batch.rollout_logps, mask_RS & ~older_RS), agreement(batch.rollout_logps, mask_RS & older_RS)),
