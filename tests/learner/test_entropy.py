@@ -90,7 +90,7 @@ def test_an_update_learns_from_its_tokens_of_highest_entropy(
     tmp_path: Path, extra: dict[str, Any], old_policy: str
 ) -> None:
     """Which these are is found again from the model's logits, over all tokens of the update, not of a micro-batch."""
-    algorithm = {"top_entropy_quantile": 0.4, "micro_batch_prompts": 1, "truncated": "keep", "old_policy": old_policy, **extra}
+    algorithm = {"top_entropy_quantile": 0.4, "micro_batch_prompts": 1, "old_policy": old_policy, **extra}
     config, model = make_config(tmp_path, {"algorithm": algorithm}), make_model(make_mesh())
     learner, scored = make_learner(config), with_noise(make_scored(model, config), 0.1)
     ids = np.zeros((config.batch_rows, PROMPT_TOKENS + NEW_TOKENS), np.int32)

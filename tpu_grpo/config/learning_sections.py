@@ -111,10 +111,9 @@ class AlgorithmSection(Section):
     """Update once for this many prompts, with all completions of each, as PPO does: every iteration shuffles the
     prompts by run.seed and step, and cuts them into mini-batches. When unset, an iteration makes one update."""
     old_policy: Literal["rollout", "trainer", "tunix"] = "rollout"
-    """Compute the ratio to the old policy from these log-probabilities: the engine's (rollout), or the trainer's,
-    recomputed before the update and corrected towards the engine by truncated importance weights (trainer), or those
-    that Tunix's learner chooses (tunix, only with name=tunix:...). When unset, trainer with
-    rollout.weights_dtype=int8."""
+    """Compute the ratio to the old policy from these log-probabilities: the engine's (rollout), or the trainer's before
+    the first update, corrected towards the engine by truncated importance weights (trainer), or those that Tunix's
+    learner chooses (tunix, only with name=tunix:...). When unset, trainer with rollout.weights_dtype=int8."""
     importance_cap: float | None = Field(default=None, gt=0.0)
     """Truncate the importance weights of old_policy=trainer at this, or use it as the upper bound of the ratios of
     algorithm.correction. Unset: 1.01 for correction=geometric, otherwise 2."""
