@@ -19,7 +19,7 @@ from tests.engine.building import build_engine
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine import sampling
 from tpu_grpo.engine.engine import engine_mesh
-from tpu_grpo.engine.sampling import SamplingColumns, filter_logits, sample_rows, sample_tokens
+from tpu_grpo.engine.sampling import SamplingColumns, argmax_in_two, filter_logits, sample_rows, sample_tokens
 from tpu_grpo.models import thresholds
 from tpu_grpo.planning.slices import open_slice, replica_devices
 
@@ -98,6 +98,22 @@ def test_greedy_takes_the_likeliest_at_temperature_one() -> None:
     tokens, logprobs = draw(ROWS, temperature=0.0, top_k=3)
     assert tokens.tolist() == [0] * ROWS
     np.testing.assert_allclose(logprobs, np.log(0.4), atol=1e-6)
+
+
+def test_two_reductions_give_the_first_index_of_the_maximum() -> None:
+    """Three values make many ties; a row of -inf has its maximum at its start; NaN has none, but is in the row."""
+    values = np.random.default_rng(0).choice(np.array([-np.inf, -1.0, 3e38], np.float32), (200, 4))
+    values[0], values[1, 0] = -np.inf, np.nan
+    found = np.asarray(argmax_in_two(jnp.asarray(values)))
+    assert np.delete(found, 1).tolist() == np.delete(values, 1, axis=0).argmax(axis=1).tolist()
+    assert 0 <= found[1] < 4
+
+
+@pytest.mark.parametrize(("platform", "found"), [("cpu", 0), ("tpu", 1)])
+def test_only_cpus_take_two_reductions(platform: str, found: int) -> None:
+    """XLA for TPUs gets a single argmax, a reduction of two operands, for greedy rows and others together."""
+    lowered = SAMPLE.trace(logits_of(2), columns(2)).lower(lowering_platforms=(platform,))
+    assert len(re.findall(r"stablehlo\.reduce\(.*\), \(", lowered.as_text())) == found
 
 
 def test_rows_with_filters_leave_others_alone() -> None:

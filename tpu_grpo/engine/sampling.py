@@ -78,8 +78,8 @@ def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, f
     scaled_BV = logits_BV.astype(jnp.float32) / (columns.temperature + greedy_B)[:, None]
     noise_BV = jax.vmap(_gumbel, in_axes=(0, 0, None))(columns.key, columns.position, scaled_BV.shape[-1])
     kept_BV = filter_logits(scaled_BV, columns)
-    drawn_B = jnp.argmax(kept_BV + noise_BV, axis=-1)
-    token_B = jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), drawn_B).astype(jnp.int32)
+    score_BV = jnp.where(greedy_B[:, None], scaled_BV, kept_BV + noise_BV)
+    token_B = jax.lax.platform_dependent(score_BV, cpu=argmax_in_two, default=functools.partial(jnp.argmax, axis=-1))
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
     if not filtered:
         total_B, found = jax.nn.logsumexp(scaled_BV, axis=-1), None
@@ -89,6 +89,16 @@ def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, f
         return Drawn(token_B, chosen_B - total_B, None, found)
     counts_B = jnp.sum(kept_BV > -jnp.inf, axis=-1, dtype=jnp.int32)
     return Drawn(token_B, chosen_B - jax.nn.logsumexp(kept_BV, axis=-1), counts_B)
+
+
+def argmax_in_two(values_BV: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """Return the first index of each row's maximum by two reductions, a maximum and a minimum of indices.
+
+    XLA computes argmax on CPUs element by element, with all that it fuses into it, such as the noise.
+    """
+    last, most_B1 = values_BV.shape[1] - 1, jnp.max(values_BV, axis=-1, keepdims=True)
+    index_BV = jax.lax.broadcasted_iota(jnp.int32, values_BV.shape, 1)
+    return jnp.min(jnp.where(values_BV == most_B1, index_BV, last), axis=-1)  # NaN equals nothing
 
 
 def sample_rows(
