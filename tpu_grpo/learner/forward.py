@@ -94,9 +94,8 @@ def _hidden(
     body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
     add_gradients_in_float32(body.embedder.embedder if head.vocab_first else body.embedder, mesh)
     layout = ("tp", "fsdp") if head.vocab_first else ("fsdp", "tp")
-    head = dataclasses.replace(
-        head, weight=laid_out(head.weight, mesh, *layout)
-    )  # its gradient then comes in the layout, too
+    # The gradient comes in the same layout then, in the weight's type.
+    head = dataclasses.replace(head, weight=laid_out(head.weight, mesh, *layout))
     seen_RSS = attention_mask(rows.segments, rows.shared)
     arguments = {"positions": rows.positions, "cache": None, "attention_mask": seen_RSS}
     if "segment_ids" in inspect.signature(type(body).__call__).parameters:

@@ -37,7 +37,6 @@ from tpu_grpo.planning.compiled_programs import (
     GRADIENTS,
     SUM,
     TEACHER,
-    TRAIN_STEP,
     CompiledProgram,
     compile_all,
     programs_to_lower,
@@ -55,10 +54,10 @@ from tpu_grpo.weights.plan import named_leaves
 FEW_LAYERS = (2, 4)
 """The numbers of layers of the two models that a fast plan compiles."""
 ANY_GROWTH = (0.0, math.inf)
+"""The bounds of what a layer adds to a program's temporary memory, where none are known."""
 GATHERED = 0.5
 """The most of its gathered weights by which a layer raises an update's temporary memory. In full plans of Gemma with 1
 to 4 billion parameters it was 0 to 0.31."""
-UPDATES = (GRADIENTS, TRAIN_STEP)
 PUBLISHED = SHIPPED_CONFIGS / "models"
 """This directory has a folder for each published model, named after the model, with its config.json."""
 NO_STOP = (0,)
@@ -205,9 +204,9 @@ def _extrapolated_programs(run: AbstractRun, say: Callable[[str], None]) -> list
         f"{TEACHER}{spec.shown}": (each or run.checkpoint).config.num_hidden_layers
         for spec, each in zip(run.config.teachers, run.teachers, strict=True)
     }
-    growth = _growth_of_a_layer(run)
+    bounds = {} if run.config.algorithm.tunix is not None else {GRADIENTS: _growth_of_a_layer(run)}
     return [
-        extrapolated(few, more, of_teachers.get(few.name, layers), growth if few.name in UPDATES else ANY_GROWTH)
+        extrapolated(few, more, of_teachers.get(few.name, layers), bounds.get(few.name, ANY_GROWTH))
         for few, more in zip(*compiled, strict=True)
     ]
 
