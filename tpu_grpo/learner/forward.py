@@ -92,10 +92,11 @@ def _hidden(
 ) -> tuple[Float[Array, "R S D"], OutputHead, tuple[Any, Any]]:
     """Run the model on rows; return hidden states and head, and each place's target and whether it is wanted."""
     body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
-    add_gradients_in_float32(body.embedder.embedder if head.vocab_first else body.embedder, mesh)
-    layout = ("tp", "fsdp") if head.vocab_first else ("fsdp", "tp")
-    # The gradient comes in the same layout then, in the weight's type.
-    head = dataclasses.replace(head, weight=laid_out(head.weight, mesh, *layout))
+    if head.weight.dtype != jnp.float32:  # in float32, what jax adds is right, and equal for one slice and for several
+        add_gradients_in_float32(body.embedder.embedder if head.vocab_first else body.embedder, mesh)
+        layout = ("tp", "fsdp") if head.vocab_first else ("fsdp", "tp")
+        # The head's gradient comes in the same layout then, in the weight's type.
+        head = dataclasses.replace(head, weight=laid_out(head.weight, mesh, *layout))
     seen_RSS = attention_mask(rows.segments, rows.shared)
     arguments = {"positions": rows.positions, "cache": None, "attention_mask": seen_RSS}
     if "segment_ids" in inspect.signature(type(body).__call__).parameters:
