@@ -27,7 +27,7 @@ from tpu_grpo.planning.compiled_programs import (
     programs_to_lower,
 )
 from tpu_grpo.planning.costs import STEP_INPUTS, EngineSizes
-from tpu_grpo.planning.slice_plan import PUBLISHED
+from tpu_grpo.planning.slice_plan import PUBLISHED, _growth_of_a_layer
 from tpu_grpo.planning.slices import open_slice, replica_devices
 from tpu_grpo.planning.stage_memory import resident_bytes
 from tpu_grpo.planning.step_seconds import StepWork
@@ -129,6 +129,15 @@ def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> 
     assert sizes.weight_bytes == resident.sampler + resident.shared
     assert sizes.arrays == len(run.engine.weight_specs) + len(jax.tree.leaves(run.engine.cache_specs)) + STEP_INPUTS
     assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20
+
+
+def test_a_layer_adds_its_input_and_at_most_half_of_its_gathered_weights(tmp_path: Path) -> None:
+    """2 rows a device, of 1,920 tokens each: what `test_every_program_compiles_and_holds_what_it_is_given` compiles."""
+    with open_run("v5e-8", tmp_path) as run:
+        kept, most = _growth_of_a_layer(run)
+    assert kept == 2 * 1920 * WIDTH * 2
+    weights = WIDTH * 128 * (16 + 8 + 8 + 16) + 2 * 128 + 3 * WIDTH * 3072 + 2 * WIDTH
+    assert most == kept + 0.5 * weights * 2
 
 
 @pytest.mark.slow
