@@ -42,7 +42,7 @@ LONG = re.compile(
 QUICKLY_COMPILED = re.compile(
     r"tests/(algorithms/test_(correction|objectives|off_policy|penalties)|checking|cli/test_(evaluate|sample|serve)"
     r"|engine/test_(engine|experts|families|gemma|sampler|turn_scheduler)"
-    r"|learner/test_(conversations|flat_products|learner|loss|numbers|output_head|packed|routing|trained|update)"
+    r"|learner/test_(conversations|flat_products|lanes|learner|loss|numbers|output_head|packed|routing|trained|update)"
     r"|models/(families/test_trainer_attention|test_(expert_parallel|families|gemma(4|\.)|lora|transformers5|tunix_model))"
     r"|run/test_(partial_groups|exporting|probe)"
     r"|test_pipeline(_conversations|_signal)?\.py|tunix_loop/test_tunix_learner)"

@@ -247,9 +247,7 @@ class Learner:
     def gradients(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
         """Compute the gradient of the first update's loss on a rollout: float32 arrays by dotted name, on every host.
         The policy is not changed. Raises the errors of `update` for a rollout that cannot be learnt from."""
-        for batch in next(self._updates(self._signal(scored), self.taught(scored))):
-            self._updater.accumulate(batch)
-        self._updater.add_over_slices()
+        self._updater.accumulate(next(self._updates(self._signal(scored), self.taught(scored))))
         gradients = {name: whole(value) for name, value in self._updater.gradients().items()}
         self._updater.forget_gradients()
         return gradients
@@ -373,8 +371,7 @@ class Learner:
 
     def _update(self, batches: Sequence[TrainBatch], *, histograms: bool = False, first: bool = True) -> MeasuredUpdate:
         sampled_by = self._agreement_with_previous(batches) if first else None
-        sums = [self._updater.accumulate(batch) for batch in batches]
-        self._updater.add_over_slices()
+        sums = self._updater.accumulate(batches)
         counted = self._updater.histograms() if histograms else {}
         # the host waits for the devices in this line only
         sums, record, counted, sampled_by = jax.device_get((sums, self._updater.step(), counted, sampled_by))

@@ -1,7 +1,7 @@
 """The update: gradients of micro-batches add up in float32, and the optimizer steps once.
 
     updater = Updater(config.optimizer, config.updates, model, stepped, settings)
-    sums = [updater.accumulate(batch) for batch in micro_batches]      # any number of them
+    sums = updater.accumulate(micro_batches)      # any number of them
     record = updater.step()
 
 The parameters exist once or twice:
@@ -17,8 +17,10 @@ finite, and skip the step if they are not. All hosts decide alike, because they 
 and new values on the devices would cost memory and time.
 """
 
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,6 +100,8 @@ class Updater:
             model's type, they are the model's own arrays. Others are donated: the caller must not use them again.
         settings: the loss, and the trainer's mesh.
         slices: the slices whose gradients are added.
+        lanes: how many micro-batches the device computes at the same time, each with a sum of gradients of its own.
+            More than 1 is for CPUs, whose cores wait for each other in every operation of a small micro-batch.
     """
 
     def __init__(
@@ -108,14 +112,14 @@ class Updater:
         stepped: Values,
         settings: LossSettings,
         slices: Slices = ONE_SLICE,
+        lanes: int = 1,
     ):
-        self.model, self._slices = model, slices
+        self.model, self._slices, self._lanes = model, slices, lanes
         self._kind, self._settings, self._mesh = trained_type(model), settings, settings.mesh
         self._shared = frozenset(self.trained)
         self._sums: PassSums | None = None
         self.broken: tuple[str, ...] = ()
         """The names of the gradients that were not finite in the last step."""
-        self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, split once for all micro-batches
         self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
         schedule = learning_rate_schedule(section, updates)
         self._functions = functions = _Functions(
@@ -134,6 +138,8 @@ class Updater:
         # Results get exactly the shardings of the arguments that they replace. The compiler would choose others, or
         # spell them otherwise, and the next call would trace its program again.
         self._accumulate = jax.jit(functions.accumulated, donate_argnums=0, out_shardings=(sums_layout, whole))
+        added = lambda some, others: jax.tree.map(jnp.add, some, others)  # noqa: E731
+        self._add = jax.jit(added, donate_argnums=0, out_shardings=sums_layout)
         self._measure = jax.jit(functions.measured)
         # With float32 copies, the step does not read the model's own arrays; keep_unused allows their donation.
         step_layout = self._layout, state_layout, whole
@@ -157,18 +163,26 @@ class Updater:
         parameters. Before the first call, updates donate the buffer of no parameter."""
         self._shared = frozenset(names)
 
-    def accumulate(self, batch: TrainBatch) -> LossSums:
-        """Add a micro-batch's gradient to the sum since the last step, and return the sums of its forward pass."""
-        if self._sums is None or self._read is None:
-            self._sums, self._read = self._zeros(), self._model_values()
-        numbers = self._settings.placed_numbers(self.state.entropy)
-        with self._mesh:
-            self._sums, measured = self._accumulate(self._sums, *self._read, batch, numbers)
-        return measured
+    def accumulate(self, batches: Sequence[TrainBatch]) -> list[LossSums]:
+        """Sum the gradients of the next step over its micro-batches, and over all slices, each of which passes its own.
+        Return the sums of each micro-batch's forward pass."""
+        read, numbers = self._model_values(), self._settings.placed_numbers(self.state.entropy)
+        sums = [self._zeros() for _ in batches[: self._lanes]]
+        measured: list[Any] = [None] * len(batches)
 
-    def add_over_slices(self) -> None:
-        """Add the sums of all slices, if there are several; call this once after the last micro-batch."""
-        self._sums = self._slices.add(self._sums)
+        def compute(lane: int, places: Iterable[int]) -> None:
+            with self._mesh:
+                for place in places:
+                    sums[lane], measured[place] = self._accumulate(sums[lane], *read, batches[place], numbers)
+
+        def compute_rest(lane: int) -> None:
+            compute(lane, range(lane or self._lanes, len(batches), self._lanes))
+
+        compute(0, [0])  # compiles the program, once
+        with ThreadPoolExecutor(self._lanes) as pool:  # jax runs in order what one thread asks for
+            list(pool.map(compute_rest, range(len(sums))))
+        self._sums = self._slices.add(functools.reduce(self._add, sums))
+        return measured
 
     def gradients(self) -> Values:
         """Return the sum of the gradients since the last step, float32, by name."""
@@ -177,7 +191,7 @@ class Updater:
 
     def forget_gradients(self) -> None:
         """Drop the sum of the gradients since the last step."""
-        self._sums, self._read = None, None
+        self._sums = None
 
     def histograms(self) -> dict[str, Histogram]:
         """Make histograms of the gradients since the last step and of the trained parameters, on the devices."""
@@ -193,7 +207,7 @@ class Updater:
         No step is made if the loss or the gradient norm is not finite; the record's ``finite`` is then False.
         """
         assert self._sums is not None, "accumulate comes before step"
-        sums, self._sums, self._read = self._sums, None, None
+        sums, self._sums = self._sums, None
         with self._mesh:
             record = self._measure(sums, self.state.count, self.state.entropy)
             finite = bool(record.finite)  # the first time that the host waits
@@ -217,7 +231,7 @@ class Updater:
             return self._step.lower(*self._step_arguments(sums, shared), sums.loss)
 
     def lower_sum_over_slices(self) -> jax.stages.Lowered:
-        """Lower the program of `add_over_slices`, for several slices."""
+        """Lower the program that sums gradients over slices, for several slices."""
         return self._slices.lower_add(self._described_sums)
 
     def _step_arguments(self, sums: PassSums, shared: Collection[str]) -> tuple[Any, ...]:
