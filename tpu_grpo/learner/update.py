@@ -179,8 +179,11 @@ class Updater:
             compute(lane, range(lane or self._lanes, len(batches), self._lanes))
 
         compute(0, [0])  # compiles the program, once
-        with ThreadPoolExecutor(self._lanes) as pool:  # jax runs in order what one thread asks for
-            list(pool.map(compute_rest, range(len(sums))))
+        if self._lanes == 1:
+            compute_rest(0)
+        else:
+            with ThreadPoolExecutor(self._lanes) as pool:  # jax runs in order what one thread asks for
+                list(pool.map(compute_rest, range(len(sums))))
         self._sums = self._slices.add(functools.reduce(self._add, sums))
         return measured
 
