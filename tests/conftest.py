@@ -25,9 +25,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax  # noqa: E402
 
-from tests import shapes  # noqa: E402
+from tests import quick_programs, shapes  # noqa: E402
 
 shapes.install()  # before the package is imported
+quick_programs.install()
 
 from tpu_grpo.hosts import start  # noqa: E402
 from tpu_grpo.hosts.caching import keep_programs  # noqa: E402
@@ -35,17 +36,19 @@ from tpu_grpo.hosts.caching import keep_programs  # noqa: E402
 keep_programs(start(None, 1, 0))
 
 LONG = re.compile(
-    r"tests/(several|tunix_loop/test_tunix_learner|learner/test_learner|engine/test_(families|launches|turn_scheduler)"
-    r"|test_pipeline|cli/test_(evaluate|dry_run|plan)|run/test_partial_groups|examples/test_notebooks|planning/test_compiled)"
+    r"tests/(several|launching/test_training|tunix_loop/test_tunix_learner|learner/test_learner"
+    r"|engine/test_(families|launches|turn_scheduler)|test_pipeline|cli/test_(evaluate|dry_run|plan)"
+    r"|run/test_partial_groups|examples/test_notebooks|planning/test_compiled)"
 )
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
     r"tests/(algorithms/test_(correction|objectives|off_policy|penalties)|checking|cli/test_(evaluate|sample|serve)"
-    r"|engine/test_(engine|experts|families|gemma|sampler|turn_scheduler)"
-    r"|learner/test_(conversations|flat_products|lanes|learner|loss|numbers|output_head|packed|routing|trained|update)"
-    r"|models/(families/test_trainer_attention|test_(expert_parallel|families|gemma(4|\.)|lora|transformers5|tunix_model))"
+    r"|engine/test_(engine|experts|families|gemma|int8_weights|sampler|turn_scheduler|window_pages)"
+    r"|learner/test_(conversations|flat_products|lanes|learner|loss|numbers|output_head|packed|programs|routing"
+    r"|teachers|trained|update)"
+    r"|models/(families/test_trainer_attention|test_(expert_parallel|families|gemma|lora|peft|transformers5|tunix_model))"
     r"|run/test_(partial_groups|exporting|probe)"
-    r"|test_pipeline(_conversations|_signal)?\.py|tunix_loop/test_tunix_learner)"
+    r"|test_pipeline(_conversations|_signal)?\.py|tunix_loop/test_(loop_repairs|tunix_learner))"
 )
 """Tests that compile more than they compute, and compare within a tolerance, or what one program gives twice. Those
 that compare bits of several programs, that teach a model, and all commands compile as a run does."""

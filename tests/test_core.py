@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick_programs import VARIABLES
 from tests.several.runs import settings, write_files
 from tests.test_architecture import REPOSITORY
 from tpu_grpo.config.plugins import ADDITIONS
@@ -24,7 +25,7 @@ tpu_grpo.train(tpu_grpo.parse_config(json.loads(sys.argv[1])))
 def imported(code: str, *words: str, cwd: Path) -> set[str]:
     """The modules of this package that a fresh process has after it has run ``code``, without the package's name."""
     code += "\nimport sys\nprint(*sorted(m for m in sys.modules if m.startswith('tpu_grpo.')), sep='\\n')"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}  # one device
     done = subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=300, env=environment, cwd=cwd
     )
@@ -46,7 +47,7 @@ def test_the_loop_imports_nothing_that_stands_on_it(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_step_imports_only_what_its_config_asks_for(tmp_path: Path) -> None:
     tree = settings(tmp_path / "run", run={"max_steps": 1}, logging={"report": False})
-    found = imported(RUN, json.dumps(tree), cwd=write_files(tmp_path / "files"))
+    found = imported(RUN, json.dumps(tree), cwd=write_files(tmp_path / "files", layers=1))
     assert rooms(found) & ABOVE == set()
     assert found >= {"algorithms.grpo", "models.families.qwen"}
     assert not found & {"algorithms.gspo", "models.families.gemma2", "models.tasks.addition"}

@@ -269,7 +269,7 @@ class StandIn:
         return next((code for _, code in sorted(codes.items()) if code), 0)
 
     def login(self, worker: int, home: Path, node: dict, state: dict) -> dict[str, str]:
-        """What a login has; the last five lines are what a slice's machine would know."""
+        """What a login has, what a slice's machine would know, and last how the test compiles, on two devices."""
         return {
             "HOME": str(home),
             "USER": "somebody",
@@ -279,7 +279,8 @@ class StandIn:
             "WORKER": str(node["number"] * state["hosts"] + worker),
             "WORKERS": str(node["slices"] * state["hosts"]),
             "WORKER_PORT": str(node["port"]),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "false"),
         }
 
     def scp(self, where: str, positionals: list[str], state: dict) -> int:

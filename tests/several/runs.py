@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tests import quick_programs
 from tests.models.random_checkpoint import edit_config, write_random
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
@@ -33,8 +34,6 @@ def odd_on_host_1(completions):
 """
 
 
-QUICKLY_COMPILED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-"""The variable that makes commands compile as runs of this file do, which compare bits of such programs only."""
 SOON = {"hosts": {"lost_timeout_seconds": 12, "start_timeout_seconds": 300}}
 """Settings with which a lost host is noticed within seconds."""
 
@@ -113,7 +112,7 @@ def run_hosts(
     command = [sys.executable, str(REPOSITORY / "scripts" / "local_hosts.py"), *options, "--", str(config), *words]
     dropped = ("XLA_FLAGS", "NPROC")
     environment = {k: v for k, v in os.environ.items() if k not in dropped}
-    environment |= {"PYTHONPATH": str(REPOSITORY), **QUICKLY_COMPILED}
+    environment |= {"PYTHONPATH": str(REPOSITORY), **quick_programs.VARIABLES}
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=files)
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
