@@ -28,24 +28,41 @@ OPTIONS = [
 DARK, LIGHT = 0, 1
 """Blink's preferredColorScheme."""
 PROBE = Path(__file__).with_name("probe.js")
-FRAME = """<!doctype html><body style="margin:0"><pre id="probe"></pre>
-<iframe src="probed.html" style="border:0;width:{width}px;height:2000px"></iframe>
-<script>onmessage = (event) => document.getElementById("probe").textContent = event.data;</script>"""
-"""A window is 500 pixels wide at least; a frame may be as narrow as a phone."""
+FRAME = """<!doctype html>
+<style>iframe {{ position: absolute; top: 0; left: 0; border: 0; height: 2000px }}</style>
+<body><pre id="probe"></pre>
+<script>
+const told = [];
+onmessage = (event) => {{
+  const frames = [...document.querySelectorAll("iframe")];
+  told[frames.findIndex((frame) => frame.contentWindow === event.source)] = JSON.parse(event.data);
+  document.getElementById("probe").textContent = JSON.stringify(told);
+}};
+</script>
+{frames}"""
+SHOWN = '<iframe src="{page}.html" style="width:{width}px"></iframe>'
+"""A window is 500 pixels wide at least; a frame may be as narrow as a phone. All begin where the window does."""
+Probed = dict[tuple[str, int, int], dict[str, Any]]
 
 
-def probed(page: Path, width: int, scheme: int, tmp_path: Path) -> dict[str, Any]:
-    """What the browser made of a page, told by a script of this test at its end."""
+def probed(pages: dict[str, Path], widths: list[int], scheme: int, directory: Path) -> Probed:
+    """What the browser made of each page in each width, told by a script of this test at its end."""
+    directory.mkdir()
     probe = f"<script>{PROBE.read_text()}</script></body>"
-    (tmp_path / "probed.html").write_text(page.read_text().replace("</body>", probe))
-    (tmp_path / "frame.html").write_text(FRAME.format(width=width))
-    command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,2000"]
-    command += [f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    for name, page in pages.items():
+        (directory / f"{name}.html").write_text(page.read_text().replace("</body>", probe))
+    cases = [(name, width, scheme) for name in pages for width in widths]
+    frames = "".join(SHOWN.format(page=name, width=width) for name, width, _ in cases)
+    (directory / "frame.html").write_text(FRAME.format(frames=frames))
+    command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={directory / 'profile'}", "--window-size=1400,2000"]
+    command += [f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", (directory / "frame.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     found = re.search(r'<pre id="probe">([^<]*)</pre>', done.stdout)
     assert found is not None, done.stderr
-    assert found[1], "a script failed"
-    return json.loads(html.unescape(found[1]))
+    told = json.loads(html.unescape(found[1] or "[]"))
+    assert len(told) == len(cases), "a script failed"
+    assert None not in told, "a script failed"
+    return dict(zip(cases, told, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +76,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "talks": write_report(leave_talks(root / "talks")),
         "going": write_report(root / "first", goes_on=True, path=root / "going.html"),
     }
+
+
+@pytest.fixture(scope="module")
+def found(pages: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Probed:
+    """All pages in both widths and schemes; the browser is started once for each scheme."""
+    root = tmp_path_factory.mktemp("probed")
+    return {k: v for scheme in (DARK, LIGHT) for k, v in probed(pages, [1280, 390], scheme, root / str(scheme)).items()}
 
 
 def contrast(first: str, second: str) -> float:
@@ -77,9 +101,9 @@ def contrast(first: str, second: str) -> float:
 @pytest.mark.parametrize(("width", "columns"), [(1280, 2), (390, 1)])
 @pytest.mark.parametrize("scheme", [DARK, LIGHT])
 def test_a_page_fits_shows_values_and_loads_nothing(
-    pages: dict[str, Path], tmp_path: Path, page: str, width: int, columns: int, scheme: int
+    found: Probed, page: str, width: int, columns: int, scheme: int
 ) -> None:
-    seen = probed(pages[page], width, scheme, tmp_path)
+    seen = found[page, width, scheme]
     assert (seen["width"], seen["columns"]) == (width, columns)
     assert (seen["errors"], seen["outside"], seen["overflow"], seen["loaded"]) == ([], [], [], [])
     background, ink = seen["colours"]
@@ -94,8 +118,8 @@ def test_a_page_fits_shows_values_and_loads_nothing(
         assert list(seen["tips"]) == CHARTS
 
 
-def test_values_show_where_the_pointer_is(pages: dict[str, Path], tmp_path: Path) -> None:
-    seen = probed(pages["run"], 1280, LIGHT, tmp_path)
+def test_values_show_where_the_pointer_is(found: Probed) -> None:
+    seen = found["run", 1280, LIGHT]
     # steps 1 to 10: the middle is 5.5, and 5 is the nearest before it
     assert seen["tips"]["Reward"] == [
         ["step 5"],
