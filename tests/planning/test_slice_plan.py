@@ -13,6 +13,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.models.families.gemma2 import Gemma2Config
 from tpu_grpo.planning import slice_plan
+from tpu_grpo.planning.plan_report import _memory
 from tpu_grpo.planning.slice_plan import FEW_LAYERS, Plan, extrapolated, with_layers
 from tpu_grpo.planning.stage_memory import StageMemory
 from tpu_grpo.records.errors import ConfigError
@@ -72,6 +73,12 @@ def plan_of(config: RunConfig, needs: dict[str, float]) -> Plan:
     resident, programs = replace(RESIDENT, cache=320), (program("rollout", name="decode of 64 rows"),)
     work: Any = None
     return Plan(config, target, "", "", "", True, resident, programs, (), memory, work)
+
+
+def test_the_stage_that_needs_most_is_named_with_what_it_leaves() -> None:
+    target: Any = SimpleNamespace(chip=SimpleNamespace(memory_bytes=100 * 2**30))
+    plan = plan_of(run_of(), {"rollout": 50 * 2.0**30, "update": 75 * 2.0**30})
+    assert _memory(replace(plan, target=target))[-1] == "fits: the update needs most and leaves 25.00 GiB"
 
 
 def suggested(monkeypatch: pytest.MonkeyPatch, needs: Any, **sections: Any) -> tuple[Any, list[str]]:
