@@ -1,4 +1,4 @@
-"""One of several processes that test the weight sync on all pairs of meshes (tests/weights/test_meshes.py)."""
+"""One of several processes that test the weight sync on pairs of meshes (tests/weights/test_meshes.py)."""
 
 import sys
 
@@ -9,8 +9,9 @@ if __name__ == "__main__":
     hosts = start(told["hosts.coordinator"], int(told["hosts.count"]), int(told["hosts.index"]))
     from tests.weights.test_meshes import PAIRS, check_round_trip
 
-    for pair in PAIRS:
+    pairs = [pair for pair in PAIRS if pair[-1] in (1, 4)]  # key-value heads: the fewest and the most
+    for pair in pairs:
         print(pair, flush=True)
         check_round_trip(*pair, hosts)
     hosts.barrier("the end")
-    print(f"{len(PAIRS)} pairs of meshes on {hosts.count} processes", flush=True)
+    print(f"{len(pairs)} pairs of meshes on {hosts.count} processes", flush=True)

@@ -20,22 +20,16 @@ def tree(run_dir: Path, **sections: Any) -> dict[str, Any]:
     return settings(run_dir, **{"run": {"max_steps": 3}, **SIZES, **sections})
 
 
-@pytest.fixture(scope="module")
-def alone(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process with four replicas."""
-    run_dir = tmp_path_factory.mktemp("alone") / "run"
-    one_process(talking, tree(run_dir))
-    return run_dir
-
-
 @pytest.mark.parametrize(("hosts", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_replicas_within_hosts_say_what_those_of_one_process_do(
-    talking: Path, alone: Path, tmp_path: Path, hosts: int, devices: int
+    talking: Path, tmp_path: Path, hosts: int, devices: int
 ) -> None:
-    run_dir = tmp_path / "run"
-    completed(hosts, devices, talking, tree(run_dir))
-    assert outcome(run_dir) == outcome(alone)
-    for line, other in zip(lines(run_dir), lines(alone), strict=True):
+    """Each host has a replica."""
+    one, several, options = tmp_path / "one", tmp_path / "several", f"meshes.sampler.tensor={devices}"
+    one_process(talking, tree(one), options)
+    completed(hosts, devices, talking, tree(several), options)
+    assert outcome(several) == outcome(one)
+    for line, other in zip(lines(several), lines(one), strict=True):
         assert line["episodes/turns_mean"] == other["episodes/turns_mean"] > 1.5
         assert line["rewards/mean"] == other["rewards/mean"]
         assert line["agreement/logprob_abs_diff_max"] <= 1e-4
@@ -43,10 +37,14 @@ def test_replicas_within_hosts_say_what_those_of_one_process_do(
 
 
 def test_a_replica_over_hosts_says_the_same(talking: Path, tmp_path: Path) -> None:
-    """Each host has the environments of some rows, and sends their next turns to the other host."""
+    """Each host has the environments of some rows, and sends their next turns to the other host.
+
+    The engine has int8 weights, which each host makes of its shards.
+    """
     one, two = tmp_path / "one", tmp_path / "two"
-    one_process(talking, tree(one, meshes={"sampler": {"tensor": 4}}))
-    completed(2, 2, talking, tree(two, meshes={"sampler": {"tensor": 4}}))
+    options = "meshes.sampler.tensor=4", "rollout.weights_dtype=int8", "run.max_steps=2"
+    one_process(talking, tree(one), *options)
+    completed(2, 2, talking, tree(two), *options)
     assert outcome(one)[0] == outcome(two)[0]
 
 

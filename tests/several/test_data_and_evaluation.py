@@ -45,7 +45,7 @@ def sources(files: Path) -> Path:
 def tree(run_dir: Path, **sections: Any) -> dict[str, Any]:
     data = {"path": "builtin:addition", "sources": SOURCES, "curriculum": "level"}
     given = {"data": data, "evaluation": EVALUATION, "rewards": WORKERS, "logging": {"samples_every": 1}}
-    return settings(run_dir, **(given | sections))
+    return settings(run_dir, meshes={"sampler": {"tensor": 2}}, **(given | sections))  # an engine a host
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """The weight sync between meshes that span processes: parameters are equal bit for bit, and so are sampled tokens."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.quick_programs import VARIABLES
 from tests.several.runs import REPOSITORY, completed, outcome, settings, write_files
 from tests.weights.test_meshes import PAIRS
 
@@ -13,14 +15,17 @@ pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
 
 def test_every_round_trip_is_bit_equal_on_two_processes() -> None:
-    """Two processes of two devices: shards lie on both, or the trainer has one process and the sampler the other."""
+    """Two processes of two devices: shards lie on both, or the trainer has one process and the sampler the other.
+
+    Of 39 pairs those with two key-value heads are left to one process, which has all (weights/test_meshes.py)."""
     script = REPOSITORY / "scripts" / "local_hosts.py"
     command = [sys.executable, str(script), "--hosts", "2", "--devices-per-host", "2"]
     command += ["--command", f"{sys.executable} -m tests.several.resharding_host", "--"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=REPOSITORY)
+    environment = {**os.environ, **VARIABLES}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=REPOSITORY, env=environment)
     assert done.returncode == 0, done.stderr
     for host in (0, 1):
-        assert f"[{host}] {len(PAIRS)} pairs of meshes on 2 processes" in done.stdout
+        assert f"[{host}] {len(PAIRS) * 2 // 3} pairs of meshes on 2 processes" in done.stdout
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -14,9 +14,10 @@ pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
 def tree(run_dir: Path) -> dict[str, Any]:
     return settings(
         run_dir,
-        run={"max_steps": 6},
+        run={"max_steps": 4},
         data=DATA | {"path": "data.jsonl"},
         rewards=[{"name": "lucky.py:lucky", "workers": 0}],
+        meshes={"sampler": {"tensor": 2}},  # an engine a host
         checkpoint={"every": 2},
     )
 

@@ -9,13 +9,10 @@ from tests.several.runs import SOON, lines, one_process, outcome, run_hosts, set
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rollout", [{}, pytest.param({"weights_dtype": "int8"}, marks=pytest.mark.several_hosts)])
-def test_two_hosts_end_as_one_does_after_one_of_them_was_killed(
-    files: Path, tmp_path: Path, rollout: dict[str, Any]
-) -> None:
+def test_two_hosts_end_as_one_does_after_one_of_them_was_killed(files: Path, tmp_path: Path) -> None:
     """The sampler's only replica spans both hosts. One process, with as many devices, goes on after them."""
     one, two = tmp_path / "one", tmp_path / "two"
-    common = {"checkpoint": {"every": 1}, "meshes": {"sampler": {"tensor": 4}}, "rollout": rollout}
+    common: dict[str, Any] = {"checkpoint": {"every": 1}, "meshes": {"sampler": {"tensor": 4}}}
     killed = run_hosts(2, 2, files, settings(two, **common, **SOON), fault="lost:SIGKILL,rollout of step 2")
     assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors
     assert "host 0 ended with exit code 3" in killed.errors
