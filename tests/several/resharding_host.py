@@ -9,7 +9,7 @@ if __name__ == "__main__":
     hosts = start(told["hosts.coordinator"], int(told["hosts.count"]), int(told["hosts.index"]))
     from tests.weights.test_meshes import PAIRS, check_round_trip
 
-    pairs = [pair for pair in PAIRS if pair[-1] in (1, 4)]  # key-value heads: the fewest and the most
+    pairs = [pair for pair in PAIRS if pair[-1] > 1]  # so many key-value heads
     for pair in pairs:
         print(pair, flush=True)
         check_round_trip(*pair, hosts)

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 def test_every_round_trip_is_bit_equal_on_two_processes() -> None:
     """Two processes of two devices: shards lie on both, or the trainer has one process and the sampler the other.
 
-    Of 39 pairs those with two key-value heads are left to one process, which has all (weights/test_meshes.py)."""
+    Of 39 pairs, those with one key-value head, which is never sharded, are left to one process, which has all
+    (weights/test_meshes.py). Two are repeated in the right order, or sharded, and four are sharded."""
     script = REPOSITORY / "scripts" / "local_hosts.py"
     command = [sys.executable, str(script), "--hosts", "2", "--devices-per-host", "2"]
     command += ["--command", f"{sys.executable} -m tests.several.resharding_host", "--"]
