@@ -5,7 +5,6 @@ parts = build_parts(config, LearnerInputs(model=model, reference=None, mesh=mesh
 parts.lower_gradients().compile().memory_analysis()
 """
 
-import ctypes
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,13 +29,12 @@ from tpu_grpo.learner.update import Updater
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
-SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS, LANES = 4 * 2**20, 384, 2
+SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS, LANES = 4 * 2**20, 192, 2
 """On CPUs, unless the config sets their size, micro-batches of a model of at most SMALL_MODEL_PARAMETERS have at most
-SMALL_PASS_TOKENS per device: larger ones leave a core's cache. A single CPU device computes LANES of them at the same
-time, because two cores that share each operation of so small a micro-batch wait for each other a quarter of the time.
-The number is fixed, so that gradients do not depend on the machine's cores."""
-KEPT_BYTES = 256 * 2**20
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+SMALL_PASS_TOKENS per device. A pass then takes less than 32 MiB of temporary memory, gradients included, which glibc
+keeps for the next pass. glibc returns larger memory to the kernel, which clears the pages before the next use; this
+takes a fifth of an update's time. A single CPU device computes LANES of these passes at the same time: cores that share
+the operations of one wait for each other. The number is fixed, so that gradients do not depend on a machine's cores."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +140,8 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     below = min(map(vocabulary, (model, *(each.model for each in frozen)))) if frozen else 0
     shape = row_shape(config, model, inputs.mesh, min(algorithm.top_k or 0, below))
     slices, made = Slices(inputs.joined), list[Teacher]()
-    if small := _is_small(model, inputs.mesh):
-        _keep_freed_memory()
-    lanes = LANES if small and inputs.mesh.devices.size == 1 and inputs.joined is None else 1
+    alone = inputs.mesh.devices.size == 1 and inputs.joined is None
+    lanes = LANES if alone and _is_small(model, inputs.mesh) else 1
     updater = Updater(config.optimizer, config.updates, model, stepped, settings, slices, lanes)
     batches = Batches(model, reference, settings, recomputes=config.recomputes_old_policy)
     for (spec, given), each in zip(pairs, frozen, strict=True):
@@ -200,15 +197,6 @@ def _is_small(model: nnx.Module, mesh: Mesh) -> bool:
     """Whether this is a small model on CPUs."""
     sizes = (leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     return mesh.devices.flat[0].platform == "cpu" and sum(sizes) <= SMALL_MODEL_PARAMETERS
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next micro-batch. It returns what is larger than 32 MiB to the kernel, which
-    clears all pages before their next use; this takes up to a fifth of an update's time."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def _teacher_of_the_start(
