@@ -1,4 +1,6 @@
-"""Dynamic sampling, pools and retirement on several processes: the prompts and tokens of one, also after a kill."""
+"""Dynamic sampling, pools and retirement on several processes: the prompts and tokens of one, also after a kill.
+
+The engines have int8 weights, which a continued run makes of the parameters of its checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ def tree(run_dir: Path) -> dict[str, Any]:
         data=DATA | {"path": "data.jsonl"},
         rewards=[{"name": "lucky.py:lucky", "workers": 0}],
         meshes={"sampler": {"tensor": 2}},  # an engine a host
+        rollout={"weights_dtype": "int8"},
         checkpoint={"every": 2},
     )
 
