@@ -44,7 +44,7 @@ LONG = re.compile(
 QUICKLY_COMPILED = re.compile(
     r"tests/(algorithms/test_(correction|objectives|off_policy|penalties)|checking|cli/test_(evaluate|sample|serve)"
     r"|engine/test_(engine|experts|families|gemma|int8_weights|sampler|turn_scheduler|window_pages)"
-    r"|learner/test_(conversations|flat_products|lanes|learner|loss|numbers|output_head|packed|programs|routing"
+    r"|learner/test_(concurrent_passes|conversations|flat_products|learner|loss|numbers|output_head|packed|programs|routing"
     r"|teachers|trained|update)"
     r"|models/(families/test_trainer_attention|test_(expert_parallel|families|gemma|lora|peft|transformers5|tunix_model))"
     r"|run/test_(partial_groups|exporting|probe)"

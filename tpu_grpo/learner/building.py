@@ -29,12 +29,12 @@ from tpu_grpo.learner.update import Updater
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
-SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS, LANES = 4 * 2**20, 192, 2
+SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS, CONCURRENT_PASSES = 4 * 2**20, 192, 2
 """On CPUs, unless the config sets their size, micro-batches of a model of at most SMALL_MODEL_PARAMETERS have at most
 SMALL_PASS_TOKENS per device. A pass then takes less than 32 MiB of temporary memory, gradients included, which glibc
 keeps for the next pass. glibc returns larger memory to the kernel, which clears the pages before the next use; this
-takes a fifth of an update's time. A single CPU device computes LANES of these passes at the same time: cores that share
-the operations of one wait for each other. The number is fixed, so that gradients do not depend on a machine's cores."""
+takes a fifth of an update's time. A single CPU device computes CONCURRENT_PASSES at the same time: cores that share the
+operations of one pass wait for each other. The number is fixed, so that gradients do not depend on the cores."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     shape = row_shape(config, model, inputs.mesh, min(algorithm.top_k or 0, below))
     slices, made = Slices(inputs.joined), list[Teacher]()
     alone = inputs.mesh.devices.size == 1 and inputs.joined is None
-    lanes = LANES if alone and _is_small(model, inputs.mesh) else 1
-    updater = Updater(config.optimizer, config.updates, model, stepped, settings, slices, lanes)
+    concurrent = CONCURRENT_PASSES if alone and _is_small(model, inputs.mesh) else 1
+    updater = Updater(config.optimizer, config.updates, model, stepped, settings, slices, concurrent)
     batches = Batches(model, reference, settings, recomputes=config.recomputes_old_policy)
     for (spec, given), each in zip(pairs, frozen, strict=True):
         own = batches if given.mesh is None else Batches(each.model, None, replace(settings, mesh=given.mesh))

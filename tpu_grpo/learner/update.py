@@ -100,8 +100,8 @@ class Updater:
             model's type, they are the model's own arrays. Others are donated: the caller must not use them again.
         settings: the loss, and the trainer's mesh.
         slices: the slices whose gradients are added.
-        lanes: how many micro-batches the device computes at the same time, each with a sum of gradients of its own.
-            More than 1 is for CPUs, whose cores wait for each other in every operation of a small micro-batch.
+        concurrent: how many micro-batches the device computes at the same time, each added to a sum of its own. More
+            than 1 is for CPUs, whose cores wait for each other in every operation of a small micro-batch.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class Updater:
         stepped: Values,
         settings: LossSettings,
         slices: Slices = ONE_SLICE,
-        lanes: int = 1,
+        concurrent: int = 1,
     ):
-        self.model, self._slices, self._lanes = model, slices, lanes
+        self.model, self._slices, self._concurrent = model, slices, concurrent
         self._kind, self._settings, self._mesh = trained_type(model), settings, settings.mesh
         self._shared = frozenset(self.trained)
         self._sums: PassSums | None = None
@@ -167,22 +167,22 @@ class Updater:
         """Sum the gradients of the next step over its micro-batches, and over all slices, each of which passes its own.
         Return the sums of each micro-batch's forward pass."""
         read, numbers = self._model_values(), self._settings.placed_numbers(self.state.entropy)
-        sums = [self._zeros() for _ in batches[: self._lanes]]
+        sums = [self._zeros() for _ in batches[: self._concurrent]]
         measured: list[Any] = [None] * len(batches)
 
-        def compute(lane: int, places: Iterable[int]) -> None:
+        def compute(number: int, places: Iterable[int]) -> None:
             with self._mesh:
                 for place in places:
-                    sums[lane], measured[place] = self._accumulate(sums[lane], *read, batches[place], numbers)
+                    sums[number], measured[place] = self._accumulate(sums[number], *read, batches[place], numbers)
 
-        def compute_rest(lane: int) -> None:
-            compute(lane, range(lane or self._lanes, len(batches), self._lanes))
+        def compute_rest(number: int) -> None:
+            compute(number, range(number or self._concurrent, len(batches), self._concurrent))
 
         compute(0, [0])  # compiles the program, once
-        if self._lanes == 1:
+        if self._concurrent == 1:
             compute_rest(0)
         else:
-            with ThreadPoolExecutor(self._lanes) as pool:  # jax runs in order what one thread asks for
+            with ThreadPoolExecutor(self._concurrent) as pool:  # jax runs in order what one thread asks for
                 list(pool.map(compute_rest, range(len(sums))))
         self._sums = self._slices.add(functools.reduce(self._add, sums))
         return measured
