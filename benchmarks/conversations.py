@@ -21,6 +21,7 @@ from statistics import median
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 from rich.console import Console
 
 from benchmarks.rollout.__main__ import measure, report
@@ -85,7 +86,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(ROWS) as pool:
         directory = Path(temporary) / "model"
         sizes = {"context_tokens": CONTEXT, "tool_steps": asked.tool_steps, "steps_per_launch": 16}
-        engines = build_engines(directory, make_model(directory), **sizes)
+        engines = build_engines(directory, make_model(directory), jax.devices()[:1], **sizes)
         contenders = {
             "at once": workload(engines, plays, pool, 0.0),
             "slow": workload(engines, plays, pool, asked.seconds),

@@ -65,7 +65,7 @@ def main(overrides: Sequence[str]) -> None:
     config = tpu_grpo.load_config(None, [*SETTINGS, *overrides])
     with tpu_grpo.start(config) as (hosts, _):  # before jax uses a device
         checkpoint, tokenizer = open_model(config.model, config.run.seed, hosts)
-        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+        meshes = build_meshes(config.meshes, config.model, config.environment, config.row_tokens, checkpoint)
         model = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype("float32"), remat="none")
         ids = stop_ids(config.environment, config.data, tokenizer, checkpoint.directory)
         options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)

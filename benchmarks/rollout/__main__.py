@@ -5,13 +5,13 @@ contender samples the same workload in turn, round after round in one process, a
 
 ``samplers``:
 
-    ours          this package's engine as it runs off TPU
+    ours          this package's two engines on a CPU, as runs of small models have them
     tunix         Tunix's own sampler: one compiled loop for the whole batch, up to the longest row
 
-``launches``: our engine with 1, 4, 16 and 64 decode steps per launch, with all rows at once, and with 16 at a time, so
+``launches``: our engines with 1, 4, 16 and 64 decode steps per launch, with all rows at once, and with 16 at a time, so
 that requests wait; each with the host's time per token by stage.
 
-``filters``: our engine without a filter and with each filter.
+``filters``: our engines without a filter and with each filter.
 
 ``replicas``: 1, 2 and 4 engines on as many virtual devices, with 16 rows at once in all, and shares of idle engines.
 The devices share the machine's cores, so that seconds mean little here; idle shares are counted in decode steps.
@@ -33,6 +33,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "replicas" in sys.argv:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
+import jax
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
@@ -75,7 +76,7 @@ def report(workload: str, lengths: Sequence[int], speeds: dict[str, list[float]]
 
 
 def compare_samplers(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
-    """Compare our engine with Tunix's sampler."""
+    """Compare our engines with Tunix's sampler."""
     engines = build_engines(directory, model)
     for workload, lengths in WORKLOADS.items():
         contenders = {"ours": engine_workload(engines, lengths), "tunix": tunix_workload(model, lengths)}
@@ -84,11 +85,10 @@ def compare_samplers(directory: Path, model: nnx.Module, rounds: int, console: C
 
 
 def compare_launches(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
-    """Compare our engine with different numbers of decode steps per launch."""
+    """Compare our engines with different numbers of decode steps per launch."""
     for rows in (64, 16):
-        sizes = {"max_running_requests": rows}
         engines = {
-            f"{steps} steps": build_engines(directory, model, steps_per_launch=steps, **sizes)
+            f"{steps} steps": build_engines(directory, model, rows=rows, steps_per_launch=steps)
             for steps in (1, 4, 16, 64)
         }
         for workload, lengths in WORKLOADS.items():
@@ -100,7 +100,7 @@ def compare_launches(directory: Path, model: nnx.Module, rounds: int, console: C
 
 
 def compare_filters(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
-    """Compare rollouts of one engine with different filters."""
+    """Compare our rollouts with different filters."""
     engine = build_engines(directory, model)
     for workload, lengths in WORKLOADS.items():
         contenders = {name: engine_workload(engine, lengths, sampling) for name, sampling in FILTERS.items()}
@@ -109,7 +109,7 @@ def compare_filters(directory: Path, model: nnx.Module, rounds: int, console: Co
 
 def compare_replicas(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
     """Compare one, two and four engines with the same number of rows in all."""
-    engines = {f"{n} engines": build_engines(directory, model, n, max_running_requests=16 // n) for n in (1, 2, 4)}
+    engines = {f"{n} engines": build_engines(directory, model, jax.devices()[:n], rows=16) for n in (1, 2, 4)}
     for workload, lengths in WORKLOADS.items():
         contenders = {name: engine_workload(replicas, lengths) for name, replicas in engines.items()}
         console.print(report(workload, lengths, measure(contenders, rounds)))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 from tunix.generate.sampler import CacheConfig, Sampler
 
@@ -20,16 +21,23 @@ from benchmarks.rollout.workloads import (
     make_requests,
     prompt_ids,
 )
-from tests.engine.building import build_replicas, engine_options
+from tests.engine.building import engine_options, install
 from tpu_grpo.engine.replicas import Replicas
+from tpu_grpo.engine.scheduler import total_use
+from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.stages import SamplingParams
 
 
-def build_engines(directory: Path, model: nnx.Module, count: int = 1, **changed: Any) -> Replicas:
-    """Build and compile ``count`` engines with the model's weights, on one device each."""
-    context = {"context_tokens": PROMPT_TOKENS + LONGEST, "prefill_tokens": 512}
-    options = engine_options(**context | {"max_running_requests": 64} | changed)
-    engines, _ = build_replicas(directory, model, 1, options, count)
+def build_engines(
+    directory: Path, model: nnx.Module, devices: Sequence[Any] | None = None, rows: int = 64, **changed: Any
+) -> Replicas:
+    """Build and compile an engine on each of ``devices``, with ``rows`` rows in all; by default two engines on one
+    device, as a run on a CPU has."""
+    devices = jax.devices()[:1] * 2 if devices is None else devices
+    sizes = {"context_tokens": PROMPT_TOKENS + LONGEST, "prefill_tokens": 512} | changed
+    options = engine_options(max_running_requests=rows // len(devices), **sizes)
+    engines = Replicas.build(directory, devices, 1, options, Hosts())
+    install(engines, model, directory)
     engines.compile_all()
     return engines
 
@@ -47,9 +55,8 @@ def engine_workload(engines: Replicas, lengths: Sequence[int], sampling: Samplin
 
 def host_times(engines: Replicas, run: Workload) -> str:
     """Run one more generation; returns the host's microseconds per sampled token by stage, as text."""
-    (engine,) = engines.engines.values()
-    before = engine.use
-    tokens, use = run(10_000), engine.use - before
+    before = total_use(engine.use for engine in engines.engines.values())
+    tokens, use = run(10_000), total_use(engine.use for engine in engines.engines.values()) - before
     parts = (f"{stage} {1e6 * getattr(use, stage) / tokens:.1f}" for stage in ("schedule", "launch", "wait", "collect"))
     return f"{use.prefills} prefills, {use.steps} steps in {use.launches} launches; us per token: {', '.join(parts)}"
 

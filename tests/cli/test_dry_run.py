@@ -26,7 +26,7 @@ from tpu_grpo.records.errors import (
 )
 from tpu_grpo.rewards.shipped import SHIPPED
 from tpu_grpo.run.inputs import agreed_checkpoint, check_model, open_inputs
-from tpu_grpo.run.meshes import build_meshes, check_turns
+from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.parts import open_engines, open_task, stop_ids
 from tpu_grpo.run.policies import load_inputs
 
@@ -93,8 +93,7 @@ def build(config: RunConfig) -> None:
     config = inputs.config
     checkpoint = agreed_checkpoint(config.model, config.run.seed, hosts, inputs.checkpoint)
     check_model(config, checkpoint)
-    meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
-    check_turns(config.environment, meshes)
+    meshes = build_meshes(config.meshes, config.model, config.environment, config.row_tokens, checkpoint)
     ids = stop_ids(config.environment, config.data, inputs.tokenizer, checkpoint.directory)
     options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
     task = open_task(inputs, algorithm, hosts)

@@ -6,16 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from tests.engine.building import CONTEXT, PROMPTS, build_replicas, engine_options, requests, tokens
+from tests.engine.building import CONTEXT, PROMPTS, build_replicas, engine_options, install, requests, tokens
 from tpu_grpo.engine.load_balancing import Group
 from tpu_grpo.engine.replicas import Replica, Replicas, idle_share, make_replicas
 from tpu_grpo.engine.scheduler import EngineUse
 from tpu_grpo.engine.turns import Limits
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.observe.process_metrics import CompilationCounter
 from tpu_grpo.records.errors import ConfigError, RequestError
 from tpu_grpo.records.stages import Completion, Request, SamplingParams
 
@@ -115,6 +117,21 @@ def test_tokens_do_not_depend_on_what_is_expected_nor_on_what_waits(checkpoint: 
     assert 0 <= replicas.figures["rollout/idle_share"] < 0.2
     half = [value if i % 4 < 2 else None for i, value in enumerate(known)]
     assert tokens(replicas.generate(asked, None, half)) == tokens(blind)
+
+
+def test_two_engines_on_one_device_share_weights_and_programs(checkpoint: Path, model: nnx.Module) -> None:
+    options = replace(OPTIONS, prefill_tokens=64)
+    one, _ = build_replicas(checkpoint, model, 1, options, 1)
+    two = Replicas.build(checkpoint, jax.devices()[:1] * 2, 1, options, Hosts())
+    installed = install(two, model, checkpoint)
+    first, second = two.engines.values()
+    assert all(first.weights[name] is second.weights[name] is array for name, array in installed.items())
+    assert two.compile_all() == len(options.shapes.batch) + len(options.shapes.prefill)
+    with CompilationCounter() as compilations:
+        found = two.generate(requests(group=4))
+    assert compilations.count == 0
+    assert tokens(found) == tokens(one.generate(requests(group=4)))
+    assert min(engine.use.steps for engine in two.engines.values()) > 0
 
 
 def test_a_request_nobody_can_serve_is_refused_with_its_place_in_the_batch(checkpoint: Path, model: nnx.Module) -> None:

@@ -77,7 +77,9 @@ def open_run(
     (directory / "config.json").write_text(json.dumps(published | dict(changes or {"num_hidden_layers": LAYERS})))
     checkpoint = abstract_checkpoint(directory)
     with target.as_jax_devices():
-        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint, target.devices)
+        meshes = build_meshes(
+            config.meshes, config.model, config.environment, config.row_tokens, checkpoint, target.devices
+        )
         yield AbstractRun(config, checkpoint, meshes, (0,), replica_devices(target, meshes.tensor))
 
 

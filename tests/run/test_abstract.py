@@ -34,7 +34,7 @@ def run_of(directory: Path, **settings: Any) -> RunConfig:
 
 def abstract_run_of(config: RunConfig) -> AbstractRun:
     with open_abstract_checkpoint(config.model) as checkpoint:
-        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+        meshes = build_meshes(config.meshes, config.model, config.environment, config.row_tokens, checkpoint)
         return AbstractRun(config, checkpoint, meshes, [2])
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from tests.models.random_checkpoint import write_random
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import slices_of
 from tpu_grpo.models.checkpoint import abstract_checkpoint
@@ -73,7 +75,9 @@ def test_a_split_that_leaves_a_side_without_hosts_is_refused(
     checkpoint: Any = None  # comes after the devices
     config = parse_config({"meshes": {"layout": "split", "sampler": {"hosts": asked}}})
     with pytest.raises(ConfigError, match=message):
-        build_meshes(config.meshes, config.model, config.row_tokens, checkpoint, devices(hosts, per_host))
+        build_meshes(
+            config.meshes, config.model, config.environment, config.row_tokens, checkpoint, devices(hosts, per_host)
+        )
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,27 @@ def test_parts_that_the_compiler_refuses_are_refused(kind: str, hosts: int, aske
         return
     with pytest.raises(ConfigError, match=message):
         split_devices(asked, found)
+
+
+@pytest.mark.parametrize(
+    ("model", "found", "settings", "engines"),
+    [
+        ("random", 1, {}, 2),
+        ("random", 2, {}, 2),
+        ("random", 4, {"meshes": {"sampler": {"tensor": 2}}}, 2),
+        ("random", 1, {"environment": {"name": "mine.py:Game"}}, 1),
+        ("Qwen3-0.6B", 1, {}, 1),
+    ],
+)
+def test_a_cpu_alone_has_two_engines_of_a_small_model(
+    tmp_path: Path, model: str, found: int, settings: dict[str, Any], engines: int
+) -> None:
+    checkpoint = abstract_checkpoint(write_random("qwen3", tmp_path) if model == "random" else PUBLISHED / model)
+    config, cpus = parse_config(settings), jax.devices()[:found]
+    given = config.meshes, config.model, config.environment, config.row_tokens, checkpoint
+    meshes = build_meshes(*given, cpus)
+    assert (meshes.replicas, [*dict.fromkeys(meshes.sampler_devices)]) == (engines, cpus)
+    assert list(meshes.of_sampler.devices.flat) == list(meshes.trainer.devices.flat) == cpus
 
 
 @pytest.mark.parametrize(("kind", "hosts"), [("TPU v5 lite", 4), ("TPU v5 lite", 8), ("TPU v6 lite", 8)])

@@ -166,7 +166,7 @@ class Starts:
 
         self._inputs = open_inputs(config)
         checkpoint = agreed_checkpoint(config.model, config.run.seed, hosts, self._inputs.checkpoint)
-        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+        meshes = build_meshes(config.meshes, config.model, config.environment, config.row_tokens, checkpoint)
         learner = Learner(config, load_inputs(config.model, config.run.seed, checkpoint, meshes), hosts)
         self._updater = learner._updater
         self._sums: dict[int, Any] = {}

@@ -208,7 +208,7 @@ def plan(shared: Shared) -> Finding:
     known = shared.known
     with open_abstract_checkpoint(known.model) as whole:
         check_model(known, whole)
-        meshes = build_meshes(known.meshes, known.model, known.row_tokens, whole)
+        meshes = build_meshes(known.meshes, known.model, known.environment, known.row_tokens, whole)
         run = AbstractRun(known, whole, meshes, NO_STOP)
         work = StepWork.of(run, replace(generation_of(shared), rates=rates), resident_bytes(run), ())
         planned = work.planned()

@@ -99,7 +99,9 @@ class Shared:
             with open_abstract_checkpoint(self.known.model) as whole:
                 check_model(self.known, whole)
                 path = small_model(self.known.model, whole, tokenizer_directory(self.config.model))
-                tensor = build_meshes(self.known.meshes, self.known.model, self.known.row_tokens, whole).tensor
+                tensor = build_meshes(
+                    self.known.meshes, self.known.model, self.known.environment, self.known.row_tokens, whole
+                ).tensor
             self.builds[dtype] = Build.make(self._checked_config(path, dtype, tensor), self.hosts)
         return self.builds[dtype]
 
@@ -206,7 +208,7 @@ class Build:
     def make(cls, config: RunConfig, hosts: Hosts) -> "Build":
         """Build engines and learner for a small model, and move the weights into the engines."""
         checkpoint = read_checkpoint(Path(config.model.path))
-        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+        meshes = build_meshes(config.meshes, config.model, config.environment, config.row_tokens, checkpoint)
         learner = Learner(config, load_inputs(config.model, config.run.seed, checkpoint, meshes), hosts)
         options = EngineOptions.from_config(config, (), replicas=meshes.replicas, platform=meshes.platform)
         engines = open_engines(options, hosts, checkpoint, meshes, config.meshes, config.model.lora)

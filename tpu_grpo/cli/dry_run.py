@@ -12,7 +12,7 @@ from tpu_grpo.models.tokenizers import padding_notes
 from tpu_grpo.observe.callbacks import find_callbacks
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint, open_abstract_teachers
 from tpu_grpo.run.inputs import Inputs, check_model
-from tpu_grpo.run.meshes import build_meshes, check_trainer, check_turns
+from tpu_grpo.run.meshes import build_meshes, check_trainer
 from tpu_grpo.run.parts import open_run_algorithm, open_task
 
 
@@ -32,9 +32,8 @@ def check(inputs: Inputs, devices: Sequence[Any] | None = None) -> list[str]:
         open_abstract_teachers(config.teachers, config.model.dtype, inputs.teachers) as teachers,
     ):
         check_model(config, checkpoint)
-        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint, devices)
+        meshes = build_meshes(config.meshes, config.model, config.environment, config.row_tokens, checkpoint, devices)
         check_trainer(config.algorithm, checkpoint, meshes)
-        check_turns(config.environment, meshes)
         stop = [cast(int, inputs.tokenizer.eos_token_id)]
         run = AbstractRun(config, checkpoint, meshes, stop, algorithm=algorithm, teachers=teachers)
         task, options = open_task(inputs, algorithm, Hosts()), run.options

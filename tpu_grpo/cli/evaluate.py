@@ -62,7 +62,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     from tpu_grpo.observe.evaluation import record_of, write_samples
     from tpu_grpo.records.json_files import write_json
     from tpu_grpo.run.inputs import check_model, open_model
-    from tpu_grpo.run.meshes import build_meshes, check_turns
+    from tpu_grpo.run.meshes import build_meshes
     from tpu_grpo.run.parts import evaluate_policy, open_engines, open_held_out_task, stop_ids
     from tpu_grpo.run.policies import choose, load_policy
 
@@ -75,8 +75,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     if held_out is None:
         raise ConfigError("an evaluation needs held-out data, got none; set evaluation.path")
     with closing(held_out):
-        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
-        check_turns(config.environment, meshes)
+        meshes = build_meshes(config.meshes, config.model, config.environment, config.row_tokens, checkpoint)
         ids = stop_ids(config.environment, config.data, tokenizer, checkpoint.directory)
         options = EngineOptions.from_config(config, ids, replicas=meshes.replicas, platform=meshes.platform)
         with watch.stage(f"loading {chosen.name}"):

@@ -108,6 +108,11 @@ class Engine:
         with repairs.config_of(hf_config):
             return cls(SteppedScheduler(arguments, mesh, functools.partial(Runner, options)), options)
 
+    def share_device(self, other: "Engine") -> None:
+        """Compute at the same time as an engine with the same options on the same device, with its compiled programs;
+        only CPUs can."""
+        self._programs.share_device(other._programs)
+
     @property
     def use(self) -> EngineUse:
         """A copy of the engine's counters, and of the seconds that the host spent on each activity."""

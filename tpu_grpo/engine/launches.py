@@ -15,6 +15,7 @@ Suffixes: B rows (padded), b rows of the batch, T tokens of the step (padded), L
 import copy
 import functools
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,14 @@ class Programs:
         self.inputs = InputBuilder(self._options.shapes, runner.attention, self.steps, runner.windows)
         eos: set[int] = config.hf_eos_token_id or set()
         self._stop_token_ids = self._options.stop_token_ids | eos  # the library stops at eos, too
+        self._thread: ThreadPoolExecutor | None = None
+
+    def share_device(self, other: "Programs") -> None:
+        """Use the compiled programs of an engine on the same device, and compute at the same time as that engine.
+
+        jax runs in order what one thread asks for; therefore this engine gets a thread.
+        """
+        self._programs, self._thread = other._programs, ThreadPoolExecutor(1)
 
     def prefill(self, batch: ScheduleBatch) -> StepOutput:
         """Launch the prefill step of a scheduled batch; rows beyond those of the batch are padding."""
@@ -90,7 +99,10 @@ class Programs:
         return self._run(self.inputs.launch(batch, reservation, None if before is None else before.after))
 
     def _run(self, inputs: StepInputs | LaunchInputs) -> Any:
-        """Run a program, and keep the cache that it returns."""
+        """Start a program, and keep the cache that it returns."""
+        return self._start(inputs) if self._thread is None else self._thread.submit(self._start, inputs).result()
+
+    def _start(self, inputs: StepInputs | LaunchInputs) -> Any:
         weights, pool = self._runner.weights, self._runner.token_to_kv_pool
         assert weights is not None, "install_weights comes before the first step"
         if isinstance(inputs, LaunchInputs) and not isinstance(inputs.before, jax.Array):

@@ -77,7 +77,8 @@ class Replica:
 
 
 def make_replicas(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
-    """Divide devices, in order, into replicas of ``tensor`` devices, each inside one host or made of whole hosts.
+    """Divide devices, in order, into replicas of ``tensor`` devices, each inside one host or made of whole hosts. A
+    device that is listed twice has two replicas, with ``tensor`` 1.
 
     Raises:
         ConfigError: if this is impossible; the message lists the sizes that fit.
@@ -102,8 +103,10 @@ def of_slice(replicas: Sequence[Replica], slices: int, own: int) -> Sequence[Rep
 def replicated_specs(
     engine_specs: Mapping[str, jax.ShapeDtypeStruct], replicas: Sequence[Replica]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Extend the specs of one engine's parameters to all replicas, along the axis "data" of their mesh."""
-    mesh = engine_mesh([device for replica in replicas for device in replica.devices], len(replicas))
+    """Extend the specs of one engine's parameters to all replicas, along the axis "data" of their mesh. Replicas on the
+    same device use the same arrays."""
+    placed = dict.fromkeys(replica.devices for replica in replicas)
+    mesh = engine_mesh([device for devices in placed for device in devices], len(placed))
     return {
         name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, _partition(spec)))
         for name, spec in engine_specs.items()
@@ -162,8 +165,11 @@ class Replicas:
         """
         replicas = make_replicas(devices, tensor)
         mine = [replica for replica in replicas if hosts.index in replica.hosts]
-        engines = {r.number: Engine.build(checkpoint, engine_mesh(r.devices), options) for r in mine}
+        engines, first = dict[int, Engine](), dict[tuple[Any, ...], Engine]()
         for replica in mine:
+            engine = engines[replica.number] = Engine.build(checkpoint, engine_mesh(replica.devices), options)
+            if (other := first.setdefault(replica.devices, engine)) is not engine:
+                engine.share_device(other)
             if len(replica.hosts) > 1:
                 engines[replica.number].before_every_launch(_launch_hook(replica.number))
         described = None if mine else Engine.build(checkpoint, engine_mesh(replicas[0].devices), options)
@@ -214,10 +220,11 @@ class Replicas:
     def compile_all(self, tell: Callable[[], None] = lambda: None) -> int:
         """Compile every shape of every engine now, engines in parallel, and return the number of programs.
 
-        ``tell`` is called after each program, on any thread.
+        Engines on the same device have the same programs. ``tell`` is called after each program, on any thread.
         """
-        with ThreadPoolExecutor(max(1, len(self.engines))) as pool:
-            return sum(pool.map(lambda engine: engine.compile_all(tell), self.engines.values()))
+        apart = {engine.mesh: engine for engine in self.engines.values()}.values()
+        with ThreadPoolExecutor(max(1, len(apart))) as pool:
+            return sum(pool.map(lambda engine: engine.compile_all(tell), apart))
 
     def generate(
         self,

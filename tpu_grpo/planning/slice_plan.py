@@ -47,7 +47,7 @@ from tpu_grpo.planning.step_seconds import StepWork
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint, open_abstract_teachers
 from tpu_grpo.run.inputs import check_model
-from tpu_grpo.run.meshes import build_meshes, check_trainer, check_turns
+from tpu_grpo.run.meshes import build_meshes, check_trainer
 from tpu_grpo.run.parts import open_run_algorithm, with_routing_replay
 from tpu_grpo.weights.plan import named_leaves
 
@@ -124,9 +124,10 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
         check_model(config, checkpoint)
         section = with_routing_replay(config.algorithm, config.model, config.rollout, checkpoint)
         config = config.model_copy(update={"algorithm": section})
-        meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint, target.devices)
+        meshes = build_meshes(
+            config.meshes, config.model, config.environment, config.row_tokens, checkpoint, target.devices
+        )
         check_trainer(section, checkpoint, meshes)
-        check_turns(config.environment, meshes)
         devices = replica_devices(target, meshes.tensor)
         run = AbstractRun(config, checkpoint, meshes, NO_STOP, devices, teachers=teachers)
         say("compiling the weight sync")

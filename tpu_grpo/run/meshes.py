@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from tpu_grpo.config import AlgorithmSection, EnvironmentSection, MeshesSection, ModelSection
 from tpu_grpo.engine.replicas import make_replicas
 from tpu_grpo.hosts import by_host, devices_per_host, hosts_of, own_slice, slices_of
+from tpu_grpo.learner.building import SMALL_MODEL_PARAMETERS
 from tpu_grpo.models.checkpoint import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
 from tpu_grpo.models.families.trainer_attention import flash_block
 from tpu_grpo.records.errors import ConfigError
@@ -37,7 +38,8 @@ class Meshes:
     joined: Mesh | None
     """The trainers' meshes of all slices, along a first axis, slice; None for one slice."""
     sampler_devices: tuple[Any, ...]
-    """Of all slices, listed host by host."""
+    """Of all slices, listed host by host. A CPU that is alone and samples with a small model is listed twice: see
+    ``build_meshes``."""
     own: int
     """The number of this process's slice."""
     tensor: int
@@ -58,7 +60,7 @@ class Meshes:
     @property
     def of_sampler(self) -> Mesh:
         """The sampler's devices of this process's slice, as a mesh with the trainer's axes and, if it fits, its tp."""
-        devices = np.asarray(self.sampler_devices).reshape(self.slices, -1)[self.own]
+        devices = np.asarray([*dict.fromkeys(self.sampler_devices)]).reshape(self.slices, -1)[self.own]
         return Mesh(devices.reshape(-1, math.gcd(len(devices), self.trainer.shape["tp"])), ("fsdp", "tp"))
 
     @property
@@ -76,6 +78,7 @@ class Meshes:
 def build_meshes(
     section: MeshesSection,
     model: ModelSection,
+    environment: EnvironmentSection,
     row_tokens: int,
     checkpoint: Checkpoint,
     devices: Sequence[Any] | None = None,
@@ -87,10 +90,13 @@ def build_meshes(
     sampler has a slice's last ``meshes.sampler.hosts`` hosts and the trainer has the rest, because the TPU compiler
     refuses programs on a part of every host's devices. A single host's devices are halved.
 
+    If a CPU is the only device, the sampler has it twice for a small model without environments: two engines, each with
+    half of the rows, compute at the same time. Cores that share the operations of one engine wait for each other.
+
     Raises:
         ConfigError: if the sizes do not multiply to the number of devices, or do not divide the model's dimensions,
-            if a split leaves the trainer or the sampler without devices, or if the trainer's devices cannot run its
-            attention.
+            if a split leaves the trainer or the sampler without devices, if the trainer's devices cannot run its
+            attention, or for what `check_turns` refuses.
     """
     slices = slices_of(jax.devices() if devices is None else devices, section.slices)
     own, both = own_slice(slices), section.layout == "shared"
@@ -113,7 +119,16 @@ def build_meshes(
     grids = np.asarray([training for training, _ in parts]).reshape(-1, fsdp, tp)
     joined = Mesh(grids, ("slice", "fsdp", "tp")) if len(slices) > 1 else None
     sampler = tuple(device for _, sampling in parts for device in sampling)
-    return Meshes(Mesh(grids[own], ("fsdp", "tp")), joined, sampler, own, tensor, block)
+    if (
+        platform == "cpu"
+        and len(sampler) == 1
+        and checkpoint.parameter_count <= SMALL_MODEL_PARAMETERS
+        and not environment.is_on
+    ):
+        sampler *= 2
+    meshes = Meshes(Mesh(grids[own], ("fsdp", "tp")), joined, sampler, own, tensor, block)
+    check_turns(environment, meshes)
+    return meshes
 
 
 def check_turns(section: EnvironmentSection, meshes: Meshes) -> None:

@@ -46,7 +46,7 @@ from tpu_grpo.rewards.shipped.correctness import voted_answer
 from tpu_grpo.run.conversations import Environments, LoadedEnvironments, load_environments, tools_of
 from tpu_grpo.run.engines import Probe, SyncedEngines
 from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, check_model, open_held_out
-from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer, check_turns
+from tpu_grpo.run.meshes import Meshes, build_meshes, check_trainer
 
 if TYPE_CHECKING:
     from tpu_grpo.run.partial_groups import PartialGroups
@@ -86,9 +86,8 @@ def build_parts(inputs: Inputs, hosts: Hosts) -> Parts:
     check_model(config, checkpoint)
     section = with_routing_replay(config.algorithm, config.model, config.rollout, checkpoint)
     config = config.model_copy(update={"algorithm": section})
-    meshes = build_meshes(config.meshes, config.model, config.row_tokens, checkpoint)
+    meshes = build_meshes(config.meshes, config.model, config.environment, config.row_tokens, checkpoint)
     check_trainer(section, checkpoint, meshes)
-    check_turns(config.environment, meshes)
     task = open_task(inputs, algorithm, hosts)
     if task.environments is not None:
         task.environments.keep_record(config.run_dir / EPISODES_DIR, hosts.index)
