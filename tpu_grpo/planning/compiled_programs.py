@@ -70,7 +70,7 @@ def programs_to_lower(run: AbstractRun) -> Iterator[ToLower]:
         yield TRAIN_STEP, "update", run.learner.lower_train_step
         return
     yield GRADIENTS, "update", run.learner.lower_gradients
-    yield OPTIMIZER_STEP, "update", lambda: run.learner.lower_step(run.sync.shared_leaves)
+    yield OPTIMIZER_STEP, "update", lambda: run.learner.lower_step(run.shared_leaves)
 
 
 def compile_all(

@@ -21,7 +21,14 @@ from tpu_grpo.config import ModelSection, RunConfig, TeacherSpec
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, make_replicas, of_slice, replicated_specs
-from tpu_grpo.learner import LearnerInputs, TeacherInputs, cast_to_compute, freeze_untrained, parameters
+from tpu_grpo.learner import (
+    LearnerInputs,
+    TeacherInputs,
+    cast_to_compute,
+    freeze_untrained,
+    frozen_leaves,
+    parameters,
+)
 from tpu_grpo.models.builtin import write_builtin_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.models.fetching import model_directory
@@ -31,6 +38,7 @@ from tpu_grpo.run.inputs import builtin_task
 from tpu_grpo.run.meshes import Meshes
 from tpu_grpo.run.parts import learner_class
 from tpu_grpo.run.policies import with_adapters
+from tpu_grpo.weights.plan import named_leaves, plan_sync, shared_leaves
 from tpu_grpo.weights.sync import WeightSync
 
 
@@ -144,3 +152,12 @@ class AbstractRun:
         config, params = self.config, parameters(self.policy)
         rules, alpha = self.checkpoint.weight_rules, config.model.lora.alpha
         return build_weight_sync(config.meshes, alpha, rules, params, self.weight_specs)
+
+    @property
+    def shared_leaves(self) -> frozenset[str]:
+        """The `shared_leaves` of the sync, for which nothing is compiled."""
+        params, alpha = parameters(self.policy), self.config.model.lora.alpha
+        names, frozen = named_leaves(params), frozen_leaves(params)
+        return shared_leaves(
+            plan_sync(self.checkpoint.weight_rules, names, self.weight_specs, lora_alpha=alpha, frozen=frozen)
+        )

@@ -182,6 +182,11 @@ def plan_sync(
     return tuple(moves)
 
 
+def shared_leaves(moves: Iterable[LeafMove]) -> frozenset[str]:
+    """Return the trainer's leaves whose arrays the sampler uses as well."""
+    return frozenset(move.source for move in moves if move.aliased)
+
+
 def _quantized(
     name: str, by: tuple[str, WeightRule], target: Mapping[str, Spec]
 ) -> Iterable[tuple[str, tuple[str, WeightRule]]]:

@@ -29,7 +29,7 @@ from tpu_grpo.hosts.sharded_arrays import Spec, bit_sum, from_shards, named_shar
 from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import SyncResult
-from tpu_grpo.weights.plan import LeafMove, Leaves, group_moves, plan_sync
+from tpu_grpo.weights.plan import LeafMove, Leaves, group_moves, plan_sync, shared_leaves
 from tpu_grpo.weights.transport import Program, compile_moves
 
 U32 = Annotated[int, Field(ge=0, lt=2**32)]
@@ -179,7 +179,7 @@ class WeightSync:
     @property
     def shared_leaves(self) -> frozenset[str]:
         """The trainer's leaves whose arrays the sampler uses as well."""
-        return frozenset(move.source for move in self.moves if move.aliased)
+        return shared_leaves(self.moves)
 
     def describe(self) -> list[str]:
         """Describe the plan: a line with the totals, then a line per kind of leaf, with the layers taken together."""
