@@ -98,11 +98,11 @@ SIZES = {
 """Settings of runs with these, beside those of tests/several/runs.py."""
 
 
-def write_talking_files(directory: Path) -> Path:
+def write_talking_files(directory: Path, layers: int = 2) -> Path:
     """Write model, data and environment; the model ends a turn at about every third token."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tool_tokenizer()
-    model = write_random("qwen3", directory / "model", vocab=len(tokenizer), kv_heads=4, scale=0.3)
+    model = write_random("qwen3", directory / "model", layers=layers, vocab=len(tokenizer), kv_heads=4, scale=0.3)
     tokenizer.save_pretrained(str(model))
     end: Any = tokenizer.eos_token_id
     edit_config(model, eos_token_id=end, pad_token_id=tokenizer.pad_token_id)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_talking_files(tmp_path_factory.mktemp("talking"))
+    return write_talking_files(tmp_path_factory.mktemp("talking"), layers=1)
 
 
 def tree(run_dir: Path, **sections: Any) -> dict[str, Any]:
