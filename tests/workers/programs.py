@@ -5,13 +5,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tests.goldens import sections
+
 
 def programs(name: str) -> dict[str, tuple[str, list[Any]]]:
     """Read a file next to this one. Below ``=== NAME`` is a program, and behind or below each ``---`` one of its tests:
     code, or an input and its output as JSON."""
     found: dict[str, tuple[str, list[Any]]] = {}
-    for section in re.split(r"^=== ", Path(__file__).with_name(name).read_text(), flags=re.MULTILINE)[1:]:
-        head, _, rest = section.partition("\n")
-        program, *tests = (part.lstrip() for part in re.split(r"^---", rest, flags=re.MULTILINE))
+    for head, section in sections(Path(__file__).with_name(name)).items():
+        program, *tests = (part.lstrip() for part in re.split(r"^---", section, flags=re.MULTILINE))
         found[head] = program, [json.loads(test) if test.startswith("{") else test for test in tests]
     return found
