@@ -21,8 +21,9 @@ from tpu_grpo.records.errors import CheckpointError, ConfigError
 
 
 def shipped(name: str) -> dict[str, Any]:
-    """What configs/models has of a published config.json."""
-    return json.loads((Path(__file__).parents[2] / "configs" / "models" / name / "config.json").read_text())
+    """What configs/models has of a published config.json, or this folder of one that is not shipped."""
+    file = Path(__file__).parents[2] / "configs" / "models" / name / "config.json"
+    return json.loads((file if file.exists() else Path(__file__).with_name(f"{name}.json")).read_text())
 
 
 GEMMA2_27B = shipped("gemma-2-2b-it") | {
@@ -34,43 +35,9 @@ GEMMA2_27B = shipped("gemma-2-2b-it") | {
     "num_key_value_heads": 16,
     "query_pre_attn_scalar": 144,
 }
-MISTRAL_7B_V03 = {
-    "architectures": ["MistralForCausalLM"],
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "vocab_size": 32768,
-}
-PHI4 = MISTRAL_7B_V03 | {
-    "architectures": ["Phi3ForCausalLM"],
-    "attention_bias": False,
-    "embd_pdrop": 0.0,
-    "hidden_size": 5120,
-    "intermediate_size": 17920,
-    "max_position_embeddings": 16384,
-    "model_type": "phi3",
-    "num_attention_heads": 40,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 10,
-    "original_max_position_embeddings": 16384,
-    "resid_pdrop": 0.0,
-    "rope_scaling": None,
-    "rope_theta": 250000,
-    "vocab_size": 100352,
-}
 PUBLISHED = [
-    (MISTRAL_7B_V03, 7_248_023_552),
-    (PHI4, 14_659_507_200),
+    (shipped("Mistral-7B-v0.3"), 7_248_023_552),
+    (shipped("phi-4"), 14_659_507_200),
     (shipped("Qwen2.5-7B-Instruct"), 7_615_616_512),
     (shipped("Llama-3.1-8B-Instruct"), 8_030_261_248),
     (shipped("Qwen3-30B-A3B"), 30_532_122_624),
