@@ -32,24 +32,25 @@ LABELLED = Path(__file__).with_name("labelled.txt")
 """What a completion, and an answer, is worth, by reward."""
 
 
-@pytest.mark.parametrize(("completion", "answer", "expected"), labelled(LABELLED, "exact_answer"))
-def test_exact_answer(completion: str, answer: Any, expected: float | None):
-    assert exact_answer([completion], [answer]) == [expected]
+OF_AN_ANSWER = {f.__name__: f for f in (exact_answer, normalised_match, multiple_choice, gsm8k)}
 
 
-@pytest.mark.parametrize(("completion", "answer", "expected"), labelled(LABELLED, "normalised_match"))
-def test_normalised_match(completion: str, answer: Any, expected: float | None):
-    assert normalised_match([completion], [answer]) == [expected]
+@pytest.mark.parametrize(
+    ("name", "completion", "answer", "expected"),
+    [
+        *((name, *row) for name in OF_AN_ANSWER for row in labelled(LABELLED, name)),
+        ("gsm8k", "#### 1" + "0" * 400, "#### 1e400", 1.0),
+        pytest.param("gsm8k", "#### 18", 10**5000, 0.0, id="5000 digits"),
+        ("gsm8k", "#### 18", float("nan"), None),
+    ],
+)
+def test_completions_and_answers(name: str, completion: str, answer: Any, expected: float | None):
+    assert OF_AN_ANSWER[name]([completion], [answer]) == [expected]
 
 
 def test_normalised_match_in_a_tag():
     texts = ["I think <answer>Paris.</answer>", "Paris", "<answer>Rome</answer> <answer>paris</answer>"]
     assert normalised_match(texts, ["Paris"] * 3, tag="answer") == [1.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize(("completion", "answer", "expected"), labelled(LABELLED, "multiple_choice"))
-def test_multiple_choice(completion: str, answer: Any, expected: float | None):
-    assert multiple_choice([completion], [answer]) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -70,17 +71,7 @@ def test_multiple_choice_refuses_what_it_cannot_use():
             multiple_choice(["B"], [answer])
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("<answer>12</answer>", 1.0),
-        ("<answer> -1,200 </answer>", 1.0),
-        ("<answer>12.5</answer>", 0.0),
-        ("<answer>12 apples</answer>", 0.0),
-        ("<answer></answer>", 0.0),
-        ("12", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("completion", "expected"), labelled(LABELLED, "integer_answer"))
 def test_integer_answer(completion: str, expected: float):
     assert integer_answer([completion]) == [expected]
 
@@ -101,19 +92,6 @@ def test_parts_of_texts():
 
 
 # --- the final number ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
-    [
-        *labelled(LABELLED, "gsm8k"),
-        ("#### 1" + "0" * 400, "#### 1e400", 1.0),
-        pytest.param("#### 18", 10**5000, 0.0, id="5000 digits"),
-        ("#### 18", float("nan"), None),
-    ],
-)
-def test_gsm8k(completion: str, answer: Any, expected: float | None):
-    assert gsm8k([completion], [answer]) == [expected]
 
 
 @pytest.mark.parametrize(

@@ -77,18 +77,7 @@ def test_puzzles_of_reasoning_gym(name: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("prime_factorization", "five apples"),
-        ("boxnet", "5"),
-        ("game_of_life", "{}"),
-        ("coin_flip", "1e400"),
-        ("n_queens", "exit()"),  # the verifier runs it
-        ("countdown", "__import__('os')._exit(0)"),
-        ("countdown", "9**9**9"),  # it would take years
-    ],
-)
+@pytest.mark.parametrize(("name", "answer"), labelled(LABELLED, "unreadable_puzzle_answers"))
 def test_an_answer_that_a_verifier_cannot_take_is_wrong(name: str, answer: str):
     entry, logged = dict(gym.create_dataset(name, size=1, seed=1)[0]), list[float]()
     log: Any = {"log_metric": lambda name, value: logged.append(value)}
