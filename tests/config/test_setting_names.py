@@ -21,21 +21,7 @@ def test_every_leaf_is_listed_once_with_its_default_and_a_meaning() -> None:
     assert [name for name, _, _, meaning in settings() if len(meaning) < 10] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "default"),
-    [
-        ("run.dir", "path | unset", "unset"),
-        ("run.seed", "int", "0"),
-        ("model.dtype", "float32 | bfloat16", "float32"),
-        ("data.shuffle", "bool", "true"),
-        ("rollout.batch_paddings", "list of int | unset", "unset"),
-        ("rollout.steps_per_launch", "auto | int", "auto"),
-        ("rewards", "list", "['exact_answer']"),
-        ("rewards[i].name", "str", "required"),
-        ("rewards[i].options", "mapping", "{}"),
-        ("optimizer.learning_rate", "float", "1.0e-06"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind", "default"), labelled(LABELLED, "shown"))
 def test_types_and_defaults_as_shown(name: str, kind: str, default: str) -> None:
     assert {n: (k, d) for n, k, d, _ in settings()}[name] == (kind, default)
 

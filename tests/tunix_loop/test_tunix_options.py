@@ -49,17 +49,7 @@ def test_what_tunix_does_not_have_is_refused(tmp_path: Path, name: str, options:
         opened(tmp_path, name, options)
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"algorithm": {"beta": 0.1}}, r"algorithm.beta=0.1 is honoured by .*Tunix's name is algorithm.options.beta"),
-        ({"algorithm": {"row_tokens": 64}}, "algorithm.row_tokens=64 is honoured by this package's own learner alone"),
-        ({"algorithm": {"importance_cap": 3.0}}, "algorithm.importance_cap=3.0 is honoured"),
-        ({"algorithm": {"mini_batch_prompts": 4, "micro_batch_prompts": 3}}, "must divide the 4 prompts .* got 3"),
-        ({"data": {"dynamic": {"rounds": 2}}}, "data.dynamic is honoured"),
-        ({"optimizer": {"state": "compact"}, "model": {"dtype": "bfloat16"}}, "optimizer.state=compact is honoured"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "message"), labelled(LABELLED, "packed_only"))
 def test_what_only_the_packed_learner_honours_is_refused(
     tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
