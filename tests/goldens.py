@@ -35,7 +35,7 @@ def sections(path: Path) -> dict[str, str]:
 
 
 def labelled(path: Path, name: str) -> list[Any]:
-    """Give the rows of a section that a person has written, a Python literal or a comment each; no run rewrites them."""
+    """Give the rows of a section, Python literals or comments, that a person has written and no run rewrites."""
     return [ast.literal_eval(row) for row in sections(path)[name].splitlines() if not row.startswith("#")]
 
 
