@@ -1,6 +1,8 @@
 """Golden files: what goes in, and below it, indented, all that comes of it. ``GOLDENS=write`` writes what comes now."""
 
+import ast
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,17 @@ def rows(path: Path) -> list[tuple[str, str]]:
             found.append((line, ""))
     assert len(dict(found)) == len(found), f"{path} has a row twice"
     return found
+
+
+def sections(path: Path) -> dict[str, str]:
+    """Give what stands below each line ``=== NAME`` of a file."""
+    _, *found = re.split(r"^=== (.*)\n", path.read_text(), flags=re.MULTILINE)
+    return dict(zip(found[::2], found[1::2], strict=True))
+
+
+def labelled(path: Path, name: str) -> list[Any]:
+    """Give the rows of a section, Python literals or comments, that a person has written and no run rewrites."""
+    return [ast.literal_eval(row) for row in sections(path)[name].splitlines() if not row.startswith("#")]
 
 
 def compare_whole(path: Path, found: str) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.goldens import rows
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 LEVELS = (
@@ -47,54 +49,8 @@ PICKLES = {
 """Files that may import pickle, or what pickles by itself, and why: to unpickle is to run what somebody wrote."""
 PICKLING = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing.connection")
 
-BROAD_EXCEPTS = {
-    "tpu_grpo/algorithms/checks.py:_called": "runs the user's code; re-raised with its name",
-    "tpu_grpo/hosts/host_log.py:host_log": "notes how the host ended; re-raised",
-    "tpu_grpo/hosts/watch.py:_watchful": "a thread that nobody joins; it says what it met and ends the process",
-    "tpu_grpo/checking/findings.py:_checked": "whatever a row meets is what it found, with its type; the others go on",
-    "tpu_grpo/workers/puzzle_scores.py:puzzle_score": "verifiers raise many types for answers, which then score 0",
-    "tpu_grpo/environments/shipped/textarena_games.py:step": "games raise many types for moves; such a game is lost",
-    "tpu_grpo/environments/environment_worker.py:reply": "runs the user's code; becomes a Failure, see on_error",
-    "tpu_grpo/environments/tool_values.py:called": "runs the user's code; the policy is told what it raised",
-    "tpu_grpo/environments/tool_values.py:described": "an exception of the user's code whose text cannot be had",
-    "tpu_grpo/environments/tool_values.py:_shown": "an object of the user's code whose repr cannot be had",
-    "tpu_grpo/learner/checkpoints.py:_wait_for_checkpointers": "Orbax raises many types; told to hosts, and re-raised",
-    "tpu_grpo/learner/checkpoints.py:_unreadable": "Orbax raises many types for changed bytes; the step is set aside",
-    "tpu_grpo/data/sources.py:read_dataset": "datasets raises anything for files and answers of a hub; re-raised",
-    "tpu_grpo/models/fetching.py:fetch": "huggingface_hub raises anything for an answer of another form; re-raised",
-    "tpu_grpo/learner/checkpoints.py:read_items": "Orbax raises many types, some of them the bare Exception; re-raised",
-    "tpu_grpo/learner/optimizers.py:_own": "runs the user's code; re-raised with its name",
-    "tpu_grpo/observe/callbacks.py:_try": "runs the user's code; re-raised with its name",
-    "tpu_grpo/observe/run_log.py:_try": "a library that a run can do without; told once, with its type",
-    "tpu_grpo/observe/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
-    "tpu_grpo/observe/live_report.py:_write_page": "a mistake of the page's own must not end a run; told once",
-    "tpu_grpo/models/tokenizers.py:_load": "tokenizers raises the bare Exception, transformers many types; re-raised",
-    "tpu_grpo/data/rendering.py:_chats": "runs the model's template; what it raises is raised again for its prompt",
-    "tpu_grpo/data/rendering.py:_try_chat": "runs the model's template; re-raised with the prompt",
-    "tpu_grpo/tunix_loop/engine_grpo.py:loss": "runs the user's code; re-raised with its name",
-    "tpu_grpo/tunix_loop/loop_repairs.py:submit": "a future's exception; raised again where the result is taken",
-    "tpu_grpo/config/plugins.py:_load_file": "runs the user's code; re-raised with its name",
-    "tpu_grpo/config/plugins.py:_load_module": "runs the user's code; re-raised with its name",
-    "tpu_grpo/data/record_files.py:_explained": "file systems raise many types; re-raised with the address",
-    "tpu_grpo/data/sources.py:call_function": "runs the user's code; re-raised with its name",
-    "tpu_grpo/rewards/reward_functions.py:_find_named": "runs the user's code; re-raised with its name",
-    "tpu_grpo/rewards/reward_functions.py:_made": "runs the user's code; re-raised with its name",
-    "tpu_grpo/rewards/reward_call.py:_answer_batch": "runs the user's code; becomes a Problem, which on_error decides",
-    "tpu_grpo/rewards/reward_call.py:_find_failing_row": "runs the user's code, to find the row that raises",
-    "tpu_grpo/rewards/reward_call.py:_call_for_row": "runs the user's code; becomes a Problem, which on_error decides",
-    "tpu_grpo/rewards/reward_call.py:await_row": "runs the user's code; becomes a Problem, which on_error decides",
-    "tpu_grpo/rewards/reward_runner.py:_serve": "a thread's exception; raised again where the answer is awaited",
-    "tpu_grpo/rewards/reward_runner.py:_set_up": "runs the user's code; re-raised with its name",
-    "tpu_grpo/rewards/shipped/mathematics.py:_within": "sympy raises many types for what a policy writes; counted",
-    "tpu_grpo/rewards/scoring.py:ask_one": "a thread's exception; raised again where the result is awaited",
-    "tpu_grpo/workers/attributes.py:keep": "runs the user's code; what cannot be kept is named with the reason",
-    "tpu_grpo/workers/attributes.py:rebuilt": "unpickles the user's objects; re-raised with the attribute's name",
-    "tpu_grpo/workers/sandbox_child.py:_succeeds": "runs a model's code; every way to end is a failure",
-    "tpu_grpo/workers/sandbox_child.py:_script": "runs a model's code; every way to end is told to the model",
-    "tpu_grpo/workers/sandbox_link.py:_answer": "runs a model's code; every way to end is told to its tests",
-    "tpu_grpo/workers/sandbox_link.py:ask": "reads what a model's code wrote; ends its tests, and no more",
-    "tpu_grpo/workers/serving.py:set_up": "runs the user's code; told to the main process, which raises",
-}
+BROAD_EXCEPTS = dict(rows(Path(__file__).with_name("broad_excepts.txt")))
+"""Functions that may catch every exception, and why."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """The command that plays environments, with the built-in tokenizer: what it shows, and where turns come from."""
 
 import io
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.goldens import cases, compare
 from tests.launching.driving import REPOSITORY
 from tests.talking import SIZES, write_talking_files
 from tpu_grpo.cli.environment import main
 
+UNPLAYABLE = Path(__file__).with_name("unplayable.txt")
 COUNTER = '''
 class Counter:
     """The policy has to bring a counter to a target."""
@@ -218,27 +221,12 @@ def test_a_model_plays_as_in_a_run(capsys: pytest.CaptureFixture[str], tmp_path:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["environment.name=null", "rewards=[{name: exact_answer}]"], "environment.name must be set to play"),
-        (["--record", "2"], "--record must be one of 0 to 1, got 2"),
-        (["--turns", "turns.txt", "--policy", "mine.py:policy"], "or from the model, got --turns and --policy"),
-        (["--turns", "nothing.txt"], "turns must be in a readable UTF-8 file"),
-        (["--policy", "mine.py:two"], "a policy must be a function of the messages so far"),
-        (["--policy", "mine.py:nothing"], "nothing"),
-        (["--policy", "mine.py:three"], "must return the text of the next turn as a str, got int 3 from mine.py:three"),
-        (["--turns", "one.txt"], "must be played to its end, which it has not reached after 1 turns; write one more"),
-        (["environment.name=counting.py:None"], "counting.py"),
-    ],
-    ids=lambda value: value[0].strip("-") if isinstance(value, list) else "",
-)
-def test_what_cannot_be_played_is_told(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+@pytest.mark.parametrize(("words", "told"), cases(UNPLAYABLE))
+def test_what_cannot_be_played_is_told(capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
     Path("one.txt").write_text("<|call|>increment(1)<|end_call|>")
-    code, _, err = played(capsys, *words)
-    assert code == 2
-    assert told in err
-    assert len(err.strip().splitlines()) == 1
+    code, _, err = played(capsys, *shlex.split(words))
+    assert (code, err.count("\n")) == (2, 1)
+    compare(UNPLAYABLE, words, told, err.strip().replace(str(Path.cwd()), "HERE"))
 
 
 def test_the_guides_class_is_this_one() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.goldens import cases, compare
 from tpu_grpo.cli.rewards import main, read_completions
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.json_files import encode_line
 
+UNUSABLE = Path(__file__).with_name("unusable.txt")
 RECORDS = [
     {"prompt": "2+2?", "completion": "#### 4", "answer": "4"},
     {"prompt": "2+3?", "completion": "it is 5", "answer": "5"},
@@ -77,28 +79,12 @@ def test_prompts_may_be_messages(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (as_messages, as_text) == (["2", "1"], ["4", "4"])  # messages; letters of what the user says
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", r"c\.jsonl must hold a completion per line, got none"),
-        ("{", r"c\.jsonl:1 must be one JSON object per line, got '\{'"),
-        ('{"prompt": "x"}', r"c\.jsonl:1 must hold completion, a text, or completions, a list of texts"),
-        ('{"completion": 5}', r"c\.jsonl:1 must hold completion"),
-        ("[]", r"c\.jsonl:1 must hold completion"),
-        (
-            '{"completion": "x", "prompt": ["y"]}',
-            r"c\.jsonl:1: prompt must be a text or a list of messages .*got \['y'\]",
-        ),
-        (
-            '{"completions": ["a"]}\n{"completions": ["a", "b"]}',
-            r"every line must hold as many completions, got \[1, 2\]",
-        ),
-    ],
-)
-def test_files_that_cannot_be_used(tmp_path: Path, text: str, message: str):
-    (tmp_path / "c.jsonl").write_text(text)
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize(("given", "told"), cases(UNUSABLE))
+def test_files_that_cannot_be_used(tmp_path: Path, given: str, told: str):
+    (tmp_path / "c.jsonl").write_text(given.removeprefix("c.jsonl=").replace("↵", "\n"))
+    with pytest.raises(DataError) as caught:
         read_completions(tmp_path / "c.jsonl")
+    compare(UNUSABLE, given, told, str(caught.value).replace(str(tmp_path), "HERE"))
 
 
 def test_a_reward_that_fails_is_named_with_its_row(

@@ -1,12 +1,17 @@
 """The list of settings that --help shows, and what changing one on the way does to results."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from tests.config.asking import leaves
+from tests.goldens import labelled
 from tpu_grpo.config import RunConfig, effect_of, listed_name, load_config, settings
 from tpu_grpo.config.run_config import known_names
 from tpu_grpo.config.setting_names import COMMON, EFFECTS, MEANT
+
+LABELLED = Path(__file__).with_name("labelled.txt")
 
 
 def test_every_leaf_is_listed_once_with_its_default_and_a_meaning() -> None:
@@ -16,21 +21,7 @@ def test_every_leaf_is_listed_once_with_its_default_and_a_meaning() -> None:
     assert [name for name, _, _, meaning in settings() if len(meaning) < 10] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "default"),
-    [
-        ("run.dir", "path | unset", "unset"),
-        ("run.seed", "int", "0"),
-        ("model.dtype", "float32 | bfloat16", "float32"),
-        ("data.shuffle", "bool", "true"),
-        ("rollout.batch_paddings", "list of int | unset", "unset"),
-        ("rollout.steps_per_launch", "auto | int", "auto"),
-        ("rewards", "list", "['exact_answer']"),
-        ("rewards[i].name", "str", "required"),
-        ("rewards[i].options", "mapping", "{}"),
-        ("optimizer.learning_rate", "float", "1.0e-06"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind", "default"), labelled(LABELLED, "shown"))
 def test_types_and_defaults_as_shown(name: str, kind: str, default: str) -> None:
     assert {n: (k, d) for n, k, d, _ in settings()}[name] == (kind, default)
 
@@ -41,29 +32,7 @@ def test_every_setting_is_decided_and_nothing_else() -> None:
     assert set(EFFECTS) <= set(known_names())
 
 
-@pytest.mark.parametrize(
-    ("name", "effect"),
-    [
-        ("optimizer.learning_rate", "results"),
-        ("rewards.0.weight", "results"),
-        ("rewards.1.workers", "none"),
-        ("evaluation.rewards.0.options", "results"),
-        ("evaluation.every", "none"),
-        ("algorithm.group_size", "results"),
-        ("algorithm.micro_batch_prompts", "rounding"),
-        ("model.path", "results"),
-        ("data.sources.2.weight", "results"),
-        ("rollout.temperature", "results"),
-        ("rollout.kv_dtype", "results"),
-        ("rollout.weights_dtype", "results"),
-        ("rollout.batch_paddings", "rounding"),
-        ("logging.wandb", "none"),
-        ("checkpoint.every", "none"),
-        ("hosts.count", "rounding"),
-        ("run.dir", "none"),
-        ("run.max_steps", "none"),
-    ],
-)
+@pytest.mark.parametrize(("name", "effect"), labelled(LABELLED, "effects"))
 def test_effects(name: str, effect: str) -> None:
     assert effect_of(name, rate_ends_with_run=False) == effect
     assert effect_of("run.max_steps", rate_ends_with_run=True) == "results"  # its learning rate falls towards the end

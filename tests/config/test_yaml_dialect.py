@@ -8,54 +8,16 @@ import pytest
 import yaml
 
 from tests.config.asking import file_message, message, value_of
+from tests.goldens import labelled
 from tpu_grpo.config import load_config, parse_config
 from tpu_grpo.config.yaml_dialect import Loader
+
+LABELLED = Path(__file__).with_name("labelled.txt")
 
 # --- plain values ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("off", "off"),
-        ("No", "No"),
-        ("tRue", "tRue"),
-        ("TRUE", True),
-        ("~", None),
-        ("NULL", None),
-        ("", None),
-        ("1e-6", 1e-6),
-        ("-1E+6", -1e6),
-        ("1.e3", 1000.0),
-        (".5", 0.5),
-        ("5.", 5.0),
-        ("-.INF", float("-inf")),
-        ("inf", "inf"),
-        ("+5", 5),
-        ("010", 10),
-        ("0o17", 15),
-        ("0x1F", 31),
-        ("0b101", "0b101"),
-        ("1_000", "1_000"),
-        ("1,5", "1,5"),
-        ("١", "١"),
-        ("1:30", "1:30"),
-        ("1.2.3", "1.2.3"),
-        ("2026-01-01", "2026-01-01"),
-        ("2026-01-01 10:00:00", "2026-01-01 10:00:00"),
-        ("=", "="),
-        ("a:1", "a:1"),
-        ("C:\\x", "C:\\x"),
-        ("!!str 010", "010"),
-        ("!!float 1", 1.0),
-        ("%YAML 1.1\n---\noff", "off"),
-        ("x: &x {a: 1, b: 1}\ny: {b: 2, <<: *x}", {"x": {"a": 1, "b": 1}, "y": {"a": 1, "b": 2}}),
-        (
-            "{x: {y: &y {<<: &w {a: 1}, a: 2}}, z: {b: 3, <<: *y}, w: *w}",
-            {"x": {"y": {"a": 2}}, "z": {"a": 2, "b": 3}, "w": {"a": 1}},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [*labelled(LABELLED, "values"), ("-.INF", float("-inf"))])
 def test_a_value_is_read_as_a_person_means_it(text: str, value: Any) -> None:
     found = yaml.load(text, Loader)
     assert found == value
@@ -68,18 +30,7 @@ def test_what_is_no_number_is_refused_where_one_is_asked_for(value: str) -> None
     assert "must be a valid integer" in message(f"run.seed={value}")
 
 
-@pytest.mark.parametrize(
-    ("text", "twice"),
-    [
-        ("{1: 2, 01: 3}", "01"),
-        ("{1: 2, 1.0: 3}", "1.0"),
-        ("{1: 2, '1': 3}", "1"),
-        ("{0: 2, 0x0: 3}", "0x0"),
-        ("{true: 2, True: 3}", "True"),
-        ("{a: 2, 'a': 3}", "a"),
-        ("{<<: {a: 1}, <<: {b: 1}}", "<<"),
-    ],
-)
+@pytest.mark.parametrize(("text", "twice"), labelled(LABELLED, "twice"))
 def test_a_key_that_is_set_twice_is_refused_however_it_is_written(text: str, twice: str) -> None:
     with pytest.raises(yaml.YAMLError, match=re.escape(f"{twice!r} is set twice; keep one of them")):
         yaml.load(text, Loader)
@@ -90,23 +41,7 @@ def test_keys_that_differ_are_told_apart(text: str) -> None:
     assert len(yaml.load(text, Loader)) == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("data:\n  options: &a {b: *a}\n", "found unconstructable recursive node"),
-        ("data: {examples: &a [*a]}\n", "found unconstructable recursive node"),
-        ("data: {options: *a}\n", "found undefined alias 'a'"),
-        ("data: {options: {<<: 1}}\n", "expected a mapping or list of mappings for merging, but found scalar"),
-        ("data: {options: {[1]: 2}}\n", "found unhashable key"),
-        ("data: {shuffle: !!bool maybe}\n", "a switch must be true or false, got 'maybe'"),
-        ("data: {options: {since: !!timestamp 2026-01-01}}\n", "could not determine a constructor for the tag"),
-        ("data: {options: {since: !!timestamp never}}\n", "could not determine a constructor for the tag"),
-        ("data: {options: {bytes: !!binary aGk=}}\n", "could not determine a constructor for the tag"),
-        ("data: {path:\ta.csv}\n", "found character '\\t' that cannot start any token"),
-        ("run: {seed: 1}\n---\nrun: {seed: 2}\n", "expected a single document"),
-        ("data: {system_prompt: Why?}\n", "expected ',' or '}', but got '?'"),  # quotes help; PyYAML is strict here
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), labelled(LABELLED, "refused"))
 def test_what_no_setting_takes_is_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
     assert reason in file_message(tmp_path / "c.yaml", text)
 
@@ -116,28 +51,7 @@ def test_what_no_setting_takes_is_refused_with_the_reason(tmp_path: Path, text: 
 
 @pytest.mark.parametrize(
     ("override", "value"),
-    [
-        ("data.thinking=false", False),
-        ("data.thinking=null", None),
-        ("optimizer.learning_rate=3e-4", 3e-4),
-        ("optimizer.learning_rate=0", 0.0),
-        ("run.max_steps=1e2", 100),
-        ("run.seed=4294967295", 2**32 - 1),
-        ("rollout.batch_paddings=[8, 16]", (8, 16)),
-        ("data.shuffle=no", False),
-        ("data.prompt_template=a=b", "a=b"),
-        ('data.prompt_template="{question}: =\'"', "{question}: ='"),
-        ("data.prompt_template='{question}'", "{question}"),
-        ("data.system_prompt=", ""),
-        ("data.system_prompt=é 中", "é 中"),
-        ("logging.wandb=off", "off"),
-        ("run.name=2026-01-01", "2026-01-01"),
-        ("run.name='1e5'", "1e5"),
-        ("run.name=on", "on"),
-        ("run.seed=1_000", 1000),
-        ("run.dir=out/x", Path("out/x")),
-        ("evaluation.path=held=out.jsonl", "held=out.jsonl"),
-    ],
+    [*labelled(LABELLED, "overrides"), ("run.seed=4294967295", 2**32 - 1), ("run.dir=out/x", Path("out/x"))],
 )
 def test_override_values(override: str, value: Any) -> None:
     found = value_of(load_config(None, [override]), override.partition("=")[0])
@@ -152,18 +66,7 @@ def test_plain_yaml_in_a_file_reads_as_in_an_override(tmp_path: Path) -> None:
     assert (config.run.name, config.optimizer.learning_rate, config.logging.wandb) == ("2026-01-01", 3e-4, "off")
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("run: {seed: 1", "expected ',' or '}', but got '<stream end>', in line 1, column 14; correct it"),
-        ("run:\n\tseed: 1\n", "found character '\\t' that cannot start any token"),
-        (b"run: {name: \xff}", "codec can't decode byte 0xff"),
-        ("run: {seed: 1}\nrun: {name: x}\n", "'run' is set twice; keep one of them"),
-        ("run: {seed: 1, seed: 1}\n", "'seed' is set twice; keep one of them"),
-        ("run: {seed: !!int one}\n", "invalid literal for int()"),
-        ("run: !!python/object:os.system {}\n", "could not determine a constructor for the tag"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), labelled(LABELLED, "broken"))
 def test_a_broken_file_is_named_with_the_reason(tmp_path: Path, text: str | bytes, reason: str) -> None:
     found = file_message(tmp_path / "c.yaml", text)
     assert found.startswith(f"config file {tmp_path / 'c.yaml'} is not readable YAML: ")

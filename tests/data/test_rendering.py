@@ -1,15 +1,20 @@
 """Prompt texts and ids are written out by hand, and every way that a template or a record can be wrong is met."""
 
-import re
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import PreTrainedTokenizerFast
 
+from tests.goldens import cases, compare
 from tpu_grpo.config import DataSection
 from tpu_grpo.data.rendering import PromptRenderer, render_records
 from tpu_grpo.records.errors import ConfigError, DataError
 
+BROKEN = Path(__file__).with_name("broken_records.txt")
+"""Records, with settings of the section data."""
 RECORD = {"question": "2+3=", "answer": 5}
 
 
@@ -55,19 +60,12 @@ def test_settings_the_tokenizer_cannot_follow(tokenizer: PreTrainedTokenizerFast
         render(tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("question", "message"),
-    [
-        ("", "a prompt must not be empty, got '' from record 0"),
-        (" \n", r"a prompt must not be empty, got ' \\n' from record 0"),
-        (None, "the column 'question' of data.prompt_template must have a value, got null in record 0"),
-        ("a<pad>b", "must not hold the pad token, got '<pad>' .id 256. in the prompt of record 0"),
-    ],
-)
-@pytest.mark.parametrize("chat", [True, False])
-def test_a_record_that_gives_no_prompt(tokenizer: PreTrainedTokenizerFast, question: str, message: str, chat: bool):
-    with pytest.raises(DataError, match=message):
-        render(tokenizer, {"question": question}, chat_template=chat)
+@pytest.mark.parametrize(("given", "told"), cases(BROKEN))
+def test_a_record_that_gives_no_prompt(tokenizer: PreTrainedTokenizerFast, given: str, told: str):
+    record, _, settings = given.partition(" | ")
+    with pytest.raises((ConfigError, DataError)) as caught:
+        render(tokenizer, json.loads(record), **yaml.safe_load(f"{{{settings}}}"))
+    compare(BROKEN, given, told, f"{caught.typename}: {caught.value}")
 
 
 # Plain prompts of the byte tokenizer have as many tokens as bytes.
@@ -120,22 +118,6 @@ def test_messages_of_a_column_are_the_conversation(tokenizer: PreTrainedTokenize
     record = {"chat": [{"role": role, "content": text, "extra": 1} for role, text in turns]}
     prompt = render(tokenizer, record, messages="chat", system_prompt="Add.")
     assert prompt.text == "<s>system:Add.</s><s>user:Hi</s><s>assistant:Hello</s><s>user:2+3?</s><s>assistant:"
-
-
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        ("Hi", "must hold messages {role, content}"),
-        ([], "must hold messages"),
-        ([{"role": "user", "content": 3}], "must hold messages"),
-        ([{"role": "judge", "content": "x"}], "with roles of system, user, assistant, tool"),
-        ([{"role": "assistant", "content": "x"}], "must end with the user's message or a tool's"),
-        ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "one system message"),
-    ],
-)
-def test_messages_that_do_not_fit(tokenizer: PreTrainedTokenizerFast, messages: Any, said: str):
-    with pytest.raises(DataError, match=re.escape(said)):
-        render(tokenizer, {"question": "x", "chat": messages}, messages="chat", system_prompt="Add.")
 
 
 @pytest.mark.parametrize("name", ["enable_thinking", "thinking"])

@@ -1,12 +1,17 @@
 """Classes whose actions are texts, in the manner of other libraries."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.environments.playing import acted, answer, begun, open_pool, says, told
+from tests.goldens import labelled
 from tpu_grpo.environments.actions import Answered
 from tpu_grpo.environments.adapter_classes import OpenenvAdapter, adapter_for
 from tpu_grpo.environments.environment_classes import find_environment, load_environment
 from tpu_grpo.environments.tool_values import WrongError, observed_text, step_of
+
+LABELLED = Path(__file__).with_name("labelled.txt")
 
 LIBRARIES = "tests.environments.libraries"
 
@@ -60,20 +65,7 @@ def test_rewards_of_steps_are_finite_numbers(reward):
         step_of(("a", reward, True, {}))
 
 
-@pytest.mark.parametrize(
-    ("observation", "text"),
-    [
-        (None, ""),
-        ({}, ""),
-        ([], ""),
-        ("a", "a"),
-        (3, "3"),
-        ({"a": [1]}, "{'a': [1]}"),
-        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
-        ([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "a\nb"),
-        ("half \ud800 a pair", "half ? a pair"),
-    ],
-)
+@pytest.mark.parametrize(("observation", "text"), labelled(LABELLED, "observations"))
 def test_texts_of_observations(observation, text: str):
     assert observed_text(observation, "step") == text
 

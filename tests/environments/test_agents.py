@@ -13,10 +13,13 @@ import psutil
 import pytest
 
 from tests.environments.playing import acted, answer, begun, ended, failure, open_pool
+from tests.goldens import labelled
 from tpu_grpo.environments.actions import Action, Answered, Ended, Reply, SampledTurn, ToolCall
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.records.episode import Failure
+
+LABELLED = Path(__file__).with_name("labelled.txt")
 
 ASK = """
     import json, os, sys, urllib.error, urllib.request
@@ -164,25 +167,7 @@ def test_every_form_of_request_and_answer(play: Play, tmp_path: Path) -> None:
     assert found["models"]["data"][0]["id"] == "policy"
 
 
-REFUSED = [
-    ("messages=[]", 400, "messages: List should have at least 1 item"),
-    ('messages=[{"role": "wizard", "content": "x"}]', 400, "messages.0.role: Input should be 'system'"),
-    (
-        'messages=[{"role": "user", "content": [{"type": "image_url"}]}]',
-        400,
-        "the parts of a message must be texts, got {'type': 'image_url'}",
-    ),
-    ('messages=[user("x"), {"role": "tool", "content": "y"}]', 400, "tools must describe the tools"),
-    ('messages=[user("x")], n=1000', 400, "n: Input should be less than or equal to 64, got 1000"),
-    ('messages=[user("x")], stop=[""]', 400, "stop must hold"),
-    ('"/generate", text="x", input_ids=[1]', 400, "either text or input_ids"),
-    ('"/v1/completions", prompt="x", echo=True', 400, "echo must be false"),
-    ('"/reward", reward="much"', 400, "a finite number"),
-    ('key="wrong", messages=[user("x")]', 401, "the key of an open session"),
-    ('"/v1/nothing", x=1', 404, ""),
-    ('"/health", key="wrong"', 401, ""),
-    ('messages=[user("x" * 2**24)]', 413, ""),
-]
+REFUSED = labelled(LABELLED, "refused_requests")
 """What is asked, the status, and a part of the reason."""
 PLAYS_ON = """
     ask(messages=[user("at last")])

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.goldens import cases, compare
+from tests.goldens import cases, compare, labelled
 from tpu_grpo.environments import environment_classes
 from tpu_grpo.environments.actions import LoadedEnvironment
 from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.records.errors import EpisodeError
+
+LABELLED = Path(__file__).with_name("labelled.txt")
 
 TOOL = '''
     def add(self, by: int) -> int:
@@ -157,44 +159,13 @@ def taking(parameter: str) -> str:
     return f"{TYPES}class E:\n{RESET}{tool}\n"
 
 
-@pytest.mark.parametrize(
-    ("parameter", "said"),
-    [
-        ("*a: int", "its tool look must take its arguments by name, as calls give them, got *a: int; drop"),
-        ("a: int, /", "must take its arguments by name, as calls give them, got a: int; drop the '/'"),
-        ("a: Color = Color.RED", "of the type Color, which the policy would see as an object without fields"),
-        ("a: Point", "of the type Point, which"),
-        ("a: list[Point]", "of the type Point, which"),
-        ("a: dict[str, Optional[Color]]", "of the type Color, which"),
-        ("a: Union[int, Point, None]", "of the type Point, which"),
-        ("a: list", "of the type list, which"),
-        ("a: bytes", "of the type bytes, which"),
-    ],
-)
+@pytest.mark.parametrize(("parameter", "said"), labelled(LABELLED, "refused_hints"))
 def test_what_no_call_could_give_is_refused(load, parameter: str, said: str):
     with pytest.raises(EpisodeError, match=re.escape(said)):
         load(taking(parameter))
 
 
-@pytest.mark.parametrize(
-    ("hint", "schema"),
-    [
-        ("int | None", {"type": "integer", "nullable": True}),
-        ("Union[int, str]", {"type": ["integer", "string"]}),
-        ("Literal['red', 2]", {"type": ["string", "integer"], "enum": ["red", 2]}),
-        (
-            "list[dict[str, float]]",
-            {"type": "array", "items": {"type": "object", "additionalProperties": {"type": "number"}}},
-        ),
-        ("List", {"type": "array"}),
-        ("tuple[int, str]", {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}),
-        ("dict", {"type": "object"}),
-        ("Dict[str, Any]", {"type": "object", "additionalProperties": {}}),
-        ("Mapping", {"type": "object"}),
-        ("Written", {"type": "object"}),
-        ("Any", {}),
-    ],
-)
+@pytest.mark.parametrize(("hint", "schema"), labelled(LABELLED, "hints"))
 def test_what_a_call_can_give(load, hint: str, schema: dict[str, Any]):
     """What the tool returns has a type that JSON does not know, which does not matter."""
     [tool] = load(taking(f"a: {hint}")).tools

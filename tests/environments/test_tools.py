@@ -3,12 +3,16 @@
 import asyncio
 from datetime import date
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
 
+from tests.goldens import labelled
 from tpu_grpo.environments.actions import ToolCall
 from tpu_grpo.environments.tool_values import MOST_BYTES, WrongError, called
+
+LABELLED = Path(__file__).with_name("labelled.txt")
 
 
 class Tools:
@@ -83,35 +87,7 @@ class Typed:
 
 
 @pytest.mark.parametrize(
-    ("tool", "written", "got"),
-    [
-        ("integer", "4", "4"),
-        ("integer", 4.0, "4"),
-        ("integer", " 4 ", "4"),
-        ("integer", 10**3000, repr(10**3000)),
-        ("number", "2.5", "2.5"),
-        ("number", 2, "2.0"),
-        ("number", "-1e3", "-1000.0"),
-        ("text", "4", "'4'"),
-        ("text", "null", "'null'"),
-        ("boolean", "true", "True"),
-        ("maybe", "null", "None"),
-        ("maybe", None, "None"),
-        ("maybe", "4", "4"),
-        ("either", "4", "'4'"),
-        ("either", 4, "4"),
-        ("numbers", "[1, null]", "[1, None]"),
-        ("numbers", ["1", None, 2.0], "[1, None, 2]"),
-        ("choice", "up", "'up'"),
-        ("choice", "2", "2"),
-        ("point", {"x": "1"}, "{'x': 1}"),
-        ("point", '{"x": 1, "name": "4"}', "{'x': 1, 'name': '4'}"),
-        ("points", {"a": [{"x": 1.0}]}, "{'a': [{'x': 1}]}"),
-        ("mapping", '{"a": "4"}', "{'a': '4'}"),
-        ("own", {"a": "4"}, "{'a': '4'}"),
-        ("anything", "4", "'4'"),
-        ("untyped", "4", "'4'"),
-    ],
+    ("tool", "written", "got"), [*labelled(LABELLED, "arguments"), ("integer", 10**3000, repr(10**3000))]
 )
 def test_arguments_are_what_their_type_hints_say(tool: str, written: Any, got: str) -> None:
     message, is_error = asyncio.run(called(Typed(), {tool: None}, ToolCall(tool, {"a": written})))
@@ -121,21 +97,8 @@ def test_arguments_are_what_their_type_hints_say(tool: str, written: Any, got: s
 @pytest.mark.parametrize(
     ("tool", "written", "problem"),
     [
-        ("integer", "four", "Input should be a valid integer, unable to parse string as an integer, got 'four'"),
-        ("integer", 4.5, "Input should be a valid integer, got a number with a fractional part, got 4.5"),
-        ("integer", True, "Input should be a valid integer, got True"),
-        ("integer", None, "Input should be a valid integer, got None"),
+        *labelled(LABELLED, "problems"),
         ("integer", "9" * 5000, "Unable to parse input string as an integer, exceeded maximum size, got '999"),
-        ("number", "1e400", "Out of range float values are not JSON compliant"),
-        ("number", "nan", "Out of range float values are not JSON compliant"),
-        ("text", 4, "Input should be a valid string, got 4"),
-        ("text", {"a": 1}, "Input should be a valid string, got {'a': 1}"),
-        ("boolean", "maybe", "Input should be a valid boolean, unable to interpret input, got 'maybe'"),
-        ("numbers", "1, 2", "Input should be a valid array, got '1, 2'"),
-        ("numbers", ["x"], "Input should be a valid integer, unable to parse string as an integer, got ['x']"),
-        ("choice", "down", "Input should be 'up' or 2, got 'down'"),
-        ("point", {"name": "4"}, "Field required, got {'name': '4'}"),
-        ("mapping", "[1]", "Input should be an object, got '[1]'"),
     ],
 )
 def test_an_argument_of_another_type_is_an_error_that_the_policy_sees(tool: str, written: Any, problem: str) -> None:

@@ -1,26 +1,17 @@
 """What environments give becomes numbers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.goldens import labelled
 from tpu_grpo.environments.tool_values import WrongError, turn_rewards_of
 
+LABELLED = Path(__file__).with_name("labelled.txt")
 
-@pytest.mark.parametrize(
-    ("given", "lengths", "rewards"),
-    [
-        ([2.0, 1.0], [1, 2], (2.0, 1.0)),
-        ([1, 2, 4, 8], [0, 2, 3], (0.0, 3.0, 4.0, 8.0)),  # nothing, two calls, one, and a last turn without a call
-        ([1, 2], [0, 2], (0.0, 3.0)),  # as many numbers as turns, and not one for each
-        ([1, None], [1, 2], (1.0, 0.0)),
-        ([0.5, 0.5], [0, 0], (0.5, 0.5)),  # known only in the end
-        ([0.5, 0.5, 1.0], [0, 0], (0.5, 0.5, 1.0)),
-        ([], [], ()),
-        ([], [0, 0], (0.0, 0.0)),
-        ([1.0], [], (1.0,)),
-    ],
-)
+
+@pytest.mark.parametrize(("given", "lengths", "rewards"), labelled(LABELLED, "turn_rewards"))
 def test_what_a_turn_adds_is_its_reward(given: list[Any], lengths: list[int], rewards: tuple[float, ...]) -> None:
     assert turn_rewards_of(given, lengths) == rewards
 

@@ -329,13 +329,12 @@ def started(body: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def after_sigterm(body: str) -> str:
-    """What a process prints that gets a SIGTERM once it is ready, and then ends well."""
+def after(body: str, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
+    """The code of a process that gets a signal once it is ready, and what it prints from then on."""
     with started(body) as process:
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=10)
-        assert process.returncode == 0
-    return out
+        process.send_signal(number)
+        out, err = process.communicate(timeout=10)
+    return process.returncode, out, err
 
 
 def test_a_caller_asks_after_a_step_and_abandons_none() -> None:
@@ -367,11 +366,9 @@ def test_the_first_signal_is_answered_at_once_and_the_second_ends_the_process(na
 
 
 def test_before_the_first_step_a_signal_ends_the_process() -> None:
-    with started("with SignalledStop() as stop:\n    ready()\n    busy()") as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 4
-        assert process.stderr is not None
-        assert process.stderr.read().startswith("SIGTERM: the run is ended before its first step (seen by host 0")
+    code, _, err = after("with SignalledStop() as stop:\n    ready()\n    busy()")
+    assert code == 4
+    assert err.startswith("SIGTERM: the run is ended before its first step (seen by host 0")
 
 
 def test_a_signal_before_hosts_meet_is_kept_until_the_others_can_be_told() -> None:
@@ -385,13 +382,9 @@ with SignalledStop(meets_others=True) as stop:
     stop.hosts_met(lambda end: print("told", end.outcome, end.code, flush=True))
     busy()
 """
-    with started(body) as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 4
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.read() == "met\ntold stopped 4\n"
-        kept, last = process.stderr.read().splitlines()
+    code, out, err = after(body)
+    assert (code, out) == (4, "met\ntold stopped 4\n")
+    kept, last = err.splitlines()
     assert kept.startswith("SIGTERM: the run ends before its first step, as soon as all hosts have met; ")
     assert last.startswith("SIGTERM: the run is ended before its first step (seen by host 0")
 
@@ -403,10 +396,7 @@ with SignalledStop():
     busy(10**6)
     print("went on", flush=True)
 """
-    with started(body) as process:
-        process.send_signal(signal.SIGHUP)
-        out, _ = process.communicate(timeout=10)
-    assert (process.returncode, out) == (0, "went on\n")
+    assert after(body, signal.SIGHUP)[:2] == (0, "went on\n")
 
 
 def test_a_second_signal_before_hosts_meet_ends_the_process() -> None:
@@ -434,7 +424,7 @@ with SignalledStop() as stop:
     except StepAbandoned:
         print("not entered", flush=True)
 """
-    assert after_sigterm(body) == "abandoned True\nnot entered\n"
+    assert after(body)[:2] == (0, "abandoned True\nnot entered\n")
 
 
 @pytest.mark.parametrize("then", ["pass", "time.sleep(60)"])
@@ -457,7 +447,7 @@ with SignalledStop() as stop:
     except StepAbandoned:
         print("abandoned", flush=True)
 """
-    assert after_sigterm(body.replace("THEN", then)) == "went on\nabandoned\n"
+    assert after(body.replace("THEN", then))[:2] == (0, "went on\nabandoned\n")
 
 
 def test_a_stopped_run_does_not_wait_for_threads_that_go_on() -> None:
@@ -472,6 +462,4 @@ with SignalledStop() as stop:
         time.sleep(0.01)
     raise Interrupted("stopped")
 """
-    with started(body) as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 4
+    assert after(body)[0] == 4

@@ -16,11 +16,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
+from tests.goldens import cases, compare
 from tpu_grpo.hosts import local_hosts
 from tpu_grpo.hosts.local_hosts import host_environment, run_local_hosts
 from tpu_grpo.records.errors import ConfigError
 
+MISTAKES = Path(__file__).with_name("mistakes.txt")
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "local_hosts.py"
 INDEX = "import os, signal, subprocess, sys, time; i = int(sys.argv[-1].removeprefix('hosts.index='))\n"
 IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -389,38 +392,13 @@ def test_nothing_heavy_is_imported() -> None:
 # --- what cannot be started ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"hosts": 0}, "--hosts must be >= 1, got 0; give the number of processes to start, for example 2"),
-        (
-            {"devices_per_host": 0},
-            "--devices-per-host must be >= 1, got 0; give the CPU devices of each process, for example 4",
-        ),
-        ({"grace_seconds": -1.0}, "--grace must be a number of seconds >= 0, got -1.0; use 0 to stop at once"),
-        ({"grace_seconds": float("nan")}, "--grace must be a number of seconds >= 0, got nan; use 0 to stop at once"),
-        (
-            {"command": ["no-such-program", "-x"]},
-            "--command must name a program that can be started, got 'no-such-program -x'; its first word must be an "
-            "executable file or be found on the PATH",
-        ),
-        (
-            {"command": []},
-            "--command must name a program that can be started, got ''; its first word must be an executable file or "
-            "be found on the PATH",
-        ),
-        (
-            {"arguments": ["c.yaml", "hosts.count=3"]},
-            "hosts.coordinator, hosts.count, hosts.index are set for each host here, got hosts.count=3; remove it and "
-            "use --hosts",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_starts(changed: dict, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changed", "told"), cases(MISTAKES))
+def test_what_cannot_work_is_refused_before_anything_starts(changed: str, told: str, tmp_path: Path) -> None:
     mark = tmp_path / "started"
-    command = program(f"open({str(mark)!r}, 'w')")
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        run_local_hosts(**{"command": command, "arguments": [], "hosts": 1, "devices_per_host": 1} | changed)
+    given = {"command": program(f"open({str(mark)!r}, 'w')"), "arguments": [], "hosts": 1, "devices_per_host": 1}
+    with pytest.raises(ConfigError) as caught:
+        run_local_hosts(**given | yaml.safe_load(changed))
+    compare(MISTAKES, changed, told, str(caught.value))
     assert not mark.exists()
 
 

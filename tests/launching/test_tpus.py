@@ -1,29 +1,18 @@
 """Names of slices, and the environment on their machines."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.goldens import labelled
 from tpu_grpo.launching.jobs import chip_environment
 from tpu_grpo.launching.tpus import GENERATIONS, parse_slice
 from tpu_grpo.records.errors import ConfigError
 
+LABELLED = Path(__file__).with_name("labelled.txt")
 
-@pytest.mark.parametrize(
-    ("name", "accelerator_type", "runtime", "chips_and_hosts"),
-    [
-        ("v4-8", "v4-8", "tpu-ubuntu2204-base", (4, 1)),
-        ("v4-32", "v4-32", "tpu-ubuntu2204-base", (16, 4)),
-        ("v5p-8", "v5p-8", "v2-alpha-tpuv5", (4, 1)),
-        ("v5p-16", "v5p-16", "v2-alpha-tpuv5", (8, 2)),
-        ("v5e-1", "v5litepod-1", "v2-alpha-tpuv5-lite", (1, 1)),
-        ("v5e-8", "v5litepod-8", "v2-alpha-tpuv5-lite", (8, 1)),
-        ("v5e-16", "v5litepod-16", "v2-alpha-tpuv5-lite", (16, 4)),
-        ("v5litepod-256", "v5litepod-256", "v2-alpha-tpuv5-lite", (256, 64)),
-        ("v6e-8", "v6e-8", "v2-alpha-tpuv6e", (8, 1)),
-        ("v6e-16", "v6e-16", "v2-alpha-tpuv6e", (16, 4)),
-        ("v7x-8", "tpu7x-8", "v2-alpha-tpu7-ubuntu2404", (4, 1)),
-        ("v7x-32", "tpu7x-32", "v2-alpha-tpu7-ubuntu2404", (16, 4)),
-    ],
-)
+
+@pytest.mark.parametrize(("name", "accelerator_type", "runtime", "chips_and_hosts"), labelled(LABELLED, "slices"))
 def test_a_name_becomes_what_the_api_calls_it(
     name: str, accelerator_type: str, runtime: str, chips_and_hosts: tuple[int, int]
 ) -> None:
@@ -50,27 +39,7 @@ def test_the_environment_of_a_chip_can_be_replaced() -> None:
     assert chip_environment(None, "gs://b/c", None)["JAX_COMPILATION_CACHE_DIR"] == "gs://b/c"
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "links"),
-    [
-        ("v6e-4", 1, 0),
-        ("v6e-4", 2, 1),
-        ("v6e-4", 4, 2),  # 2 x 2: of four links two lead to others
-        ("v6e-8", 8, 2),
-        ("v5e-16", 16, 2),  # 4 x 4, at a corner
-        ("v5e-256", 128, 3),  # 8 x 16
-        ("v5e-256", 256, 4),  # 16 x 16
-        ("v4-8", 4, 2),
-        ("v5p-32", 16, 3),  # 2 x 2 x 4
-        ("v4-64", 32, 3),  # 2 x 4 x 4
-        ("v4-128", 64, 6),  # a cube
-        ("v7x-8", 1, 0),
-        ("v7x-8", 2, 12),  # of one chip: six whole links
-        ("v7x-8", 4, 1),  # two chips
-        ("v7x-8", 8, 2),  # 2 x 2
-        ("v7x-32", 32, 3),  # 2 x 2 x 4
-    ],
-)
+@pytest.mark.parametrize(("name", "devices", "links"), labelled(LABELLED, "links"))
 def test_links_to_others_of_a_part_of_a_slice(name: str, devices: int, links: int) -> None:
     generation = parse_slice(name).generation
     assert generation.links(devices) == links

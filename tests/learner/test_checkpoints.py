@@ -109,8 +109,14 @@ def copied(saved: Path, to: Path) -> Path:
     return shutil.copytree(saved, to / "run" / "checkpoints")
 
 
-def test_what_a_killed_save_left_is_ignored(saved: Path, sums_after: dict[int, dict[str, Any]], tmp_path: Path) -> None:
-    directory, after = copied(saved, tmp_path), make_run(seed=1)
+@pytest.fixture
+def directory(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it for one test."""
+    return copied(saved, tmp_path)
+
+
+def test_what_a_killed_save_left_is_ignored(directory: Path, sums_after: dict[int, dict[str, Any]]) -> None:
+    after = make_run(seed=1)
     unfinished = directory / "3.orbax-checkpoint-tmp-1"
     shutil.copytree(directory / "1" / "model_params", unfinished / "model_params")
     assert restored(directory, after) == 2
@@ -173,9 +179,8 @@ def assert_continued_after(step: int, directory: Path, after: dict[int, dict[str
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("file", NEEDED)
 def test_a_run_continues_after_the_newest_sound_checkpoint(
-    saved: Path, sums_after: dict[int, dict[str, Any]], tmp_path: Path, file: str, damage: Callable[[Path], None]
+    directory: Path, sums_after: dict[int, dict[str, Any]], file: str, damage: Callable[[Path], None]
 ) -> None:
-    directory = copied(saved, tmp_path)
     [path] = (directory / "2").glob(file)
     damage(path)
     [note] = assert_continued_after(1, directory, sums_after)
@@ -213,13 +218,8 @@ def of_step_1(name: str) -> Callable[[Path], None]:
     ids=["params gone", "optimizer gone", "data gone", "no sums", "metadata of another step", "params of another step"],
 )
 def test_what_is_wrong_with_a_checkpoint_is_said(
-    saved: Path,
-    sums_after: dict[int, dict[str, Any]],
-    tmp_path: Path,
-    damage: Callable[[Path], object],
-    reason: str,
+    directory: Path, sums_after: dict[int, dict[str, Any]], damage: Callable[[Path], object], reason: str
 ) -> None:
-    directory = copied(saved, tmp_path)
     damage(directory / "2")
     [note] = assert_continued_after(1, directory, sums_after)
     assert reason in note
@@ -243,8 +243,7 @@ def test_no_damage_of_any_file_loads_anything_else(
         assert bool(checkpoints.notes) == (step == 1), file
 
 
-def test_other_names_are_left_alone(saved: Path, sums_after: dict[int, dict[str, Any]], tmp_path: Path) -> None:
-    directory = copied(saved, tmp_path)
+def test_other_names_are_left_alone(directory: Path, sums_after: dict[int, dict[str, Any]]) -> None:
     for name in ("2.bak", "02", "notes", "-5"):
         shutil.copytree(directory / "2", directory / name)
     (directory / "9").write_text("a file")
@@ -256,8 +255,7 @@ def test_other_names_are_left_alone(saved: Path, sums_after: dict[int, dict[str,
     assert sorted(path.name for path in directory.iterdir()) == ["-5", "02", "2.bak", "3", "9", "notes"]
 
 
-def test_without_a_sound_checkpoint_nothing_is_moved(saved: Path, tmp_path: Path) -> None:
-    directory = copied(saved, tmp_path)
+def test_without_a_sound_checkpoint_nothing_is_moved(directory: Path) -> None:
     for step in "12":
         empty(directory / step / METADATA)
     with pytest.raises(
@@ -275,11 +273,7 @@ def test_a_second_damaged_checkpoint_of_a_step_is_kept_beside_the_first(saved: P
     assert sorted(path.name for path in (tmp_path / "run" / "damaged_checkpoints").iterdir()) == ["2", "2.1"]
 
 
-def test_a_host_without_memory_does_not_blame_the_checkpoint(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = copied(saved, tmp_path)
-
+def test_a_host_without_memory_does_not_blame_the_checkpoint(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
@@ -381,10 +375,9 @@ def test_what_is_saved_beside_the_arrays(saved: Path, sums_after: dict[int, dict
 
 @pytest.mark.parametrize("flipped", ["checksums", "model.kernel", "global_step", "format", '"run"', '"sum"'])
 def test_a_bit_flipped_in_what_a_checkpoint_says_of_itself_leads_to_the_one_before(
-    saved: Path, tmp_path: Path, flipped: str
+    directory: Path, flipped: str
 ) -> None:
     """The model was blamed for a name that had changed, and nothing was restored."""
-    directory = copied(saved, tmp_path)
     path = directory / "2" / METADATA
     text = path.read_text()
     place = text.index(flipped) + 2
@@ -405,10 +398,9 @@ def a_time_beyond_all_calendars(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [a_pipe, a_time_beyond_all_calendars, lambda path: path.write_text("[")])
 def test_an_older_checkpoint_that_cannot_be_opened_is_set_aside(
-    saved: Path, tmp_path: Path, damage: Callable[[Path], None]
+    directory: Path, damage: Callable[[Path], None]
 ) -> None:
     """The newest is sound; Orbax reads what the older ones say of themselves before it saves the next."""
-    directory = copied(saved, tmp_path)
     damage(directory / "1" / METADATA)
     run, again = resumed(directory, 2)
     (note,) = again.notes
@@ -518,9 +510,9 @@ def test_what_a_process_killed_before_it_removed_older_steps_has_left(
 
 
 def test_a_policy_is_read_without_its_optimizer_and_nothing_is_touched(
-    saved: Path, sums_after: dict[int, dict[str, Any]], tmp_path: Path
+    directory: Path, sums_after: dict[int, dict[str, Any]]
 ) -> None:
-    directory, run = copied(saved, tmp_path), make_run(seed=1)
+    run = make_run(seed=1)
     unfinished = directory / "3.orbax-checkpoint-tmp-1"
     unfinished.mkdir()
     read_policy(directory, 1, run.updater.model)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.goldens import labelled
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.config import RunConfig, load_config, parse_config
 from tpu_grpo.run import fingerprints as module
@@ -18,6 +19,8 @@ from tpu_grpo.run.fingerprints import (
     model_fingerprints,
     sources,
 )
+
+LABELLED = Path(__file__).with_name("labelled.txt")
 
 
 @pytest.fixture
@@ -174,35 +177,7 @@ def shown(before: RunConfig, now: RunConfig) -> list[str]:
     return [str(change) for change in changed_settings(before.values(), now.values())]
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "expected"),
-    [
-        (["rollout.kv_tokens=900"], [], "rollout.kv_tokens: 900 -> unset"),
-        (["data.system_prompt=hello"], ["data.system_prompt="], 'data.system_prompt: hello -> ""'),
-        (
-            ["rewards=[{name: gsm8k}]"],
-            ["rewards=[{name: gsm8k, weight: {1: 0, 5: 1}}]"],
-            'rewards.0.weight: 1.0 -> {"1": 0.0, "5": 1.0}',
-        ),
-        (
-            ["rewards=[{name: format, options: {a: {b: 1}}}]"],
-            ["rewards=[{name: format, options: {a: {b: 2}}}]"],
-            'rewards.0.options: {"a": {"b": 1}} -> {"a": {"b": 2}}',
-        ),
-        (
-            ["evaluation.rewards=[{name: gsm8k}]"],
-            ["evaluation.rewards=[{name: math}]"],
-            "evaluation.rewards.0.name: gsm8k -> math",
-        ),
-        (
-            ["data.columns={question: a}"],
-            ["data.columns={question: b}"],
-            'data.columns: {"question": "a"} -> {"question": "b"}',
-        ),
-        (["model.lora.rank=8"], ["model.lora.rank=16"], "model.lora.rank: 8 -> 16"),
-        (["logging.profile_steps=[3]"], ["logging.profile_steps=[4]"], "logging.profile_steps: [3] -> [4]"),
-    ],
-)
+@pytest.mark.parametrize(("before", "now", "expected"), labelled(LABELLED, "differences"))
 def test_a_difference_is_named_with_both_values(before: list[str], now: list[str], expected: str) -> None:
     assert shown(load_config(None, before), load_config(None, now)) == [expected]
 

@@ -8,11 +8,14 @@ from tunix.rl.grpo.dapo_learner import DAPOConfig
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 
+from tests.goldens import labelled
 from tests.learner.toy import make_config
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.parts import open_run_algorithm
 from tpu_grpo.tunix_loop.tunix_options import open_tunix
+
+LABELLED = Path(__file__).with_name("labelled.txt")
 
 
 def opened(directory: Path, name: str = "tunix:grpo", options: dict[str, Any] | None = None, **sections: Any) -> Any:
@@ -40,42 +43,13 @@ def test_dapo_and_dr_grpo_have_configs_of_their_own(tmp_path: Path) -> None:
     assert (type(dr_grpo), dr_grpo.advantage_estimator) == (DrGRPOConfig, "drgrpo")
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("tunix:gropo", {}, r"registry of policy_loss_fn, got gropo; did you mean grpo\? .*your own: name=tunix:path"),
-        ("tunix:grpo", {"epsilonn": 1}, r"epsilonn is no option of Tunix's GRPOConfig; did you mean epsilon\?"),
-        ("tunix:grpo", {"beta": "much"}, "options.beta must be .*float.* got 'much'"),
-        ("tunix:grpo", {"num_generations": 4}, "num_generations is algorithm.group_size here, got 4; set that"),
-        ("tunix:grpo", {"loss_algo": "x"}, "GRPOConfig refuses .*loss_algo should be either"),
-        ("tunix:grpo", {"advantage_estimator": "groo"}, "registry of advantage_estimator, got groo"),
-        (
-            "tunix:grpo",
-            {"advantage_estimator": "gae"},
-            "need no critic, .* got gae, which takes a critic's values",
-        ),
-        ("tunix:grpo", {"reward_manager": "none"}, "registry of reward_manager, got none"),
-        ("tunix:grpo", {"num_iterations": 0}, "num_iterations must be >= 1, got 0"),
-        ("tunix:dapo", {"beta": 0.1}, "DAPOConfig|options.beta must be"),
-        ("tunix:nowhere.py:grpo", {}, "algorithm file nowhere.py must be readable"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "message"), labelled(LABELLED, "refused_options"))
 def test_what_tunix_does_not_have_is_refused(tmp_path: Path, name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(tmp_path, name, options)
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"algorithm": {"beta": 0.1}}, r"algorithm.beta=0.1 is honoured by .*Tunix's name is algorithm.options.beta"),
-        ({"algorithm": {"row_tokens": 64}}, "algorithm.row_tokens=64 is honoured by this package's own learner alone"),
-        ({"algorithm": {"importance_cap": 3.0}}, "algorithm.importance_cap=3.0 is honoured"),
-        ({"algorithm": {"mini_batch_prompts": 4, "micro_batch_prompts": 3}}, "must divide the 4 prompts .* got 3"),
-        ({"data": {"dynamic": {"rounds": 2}}}, "data.dynamic is honoured"),
-        ({"optimizer": {"state": "compact"}, "model": {"dtype": "bfloat16"}}, "optimizer.state=compact is honoured"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "message"), labelled(LABELLED, "packed_only"))
 def test_what_only_the_packed_learner_honours_is_refused(
     tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:

@@ -1,11 +1,15 @@
 """What the calculators compute, and refuse."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from simpleeval import InvalidExpression
 
+from tests.goldens import labelled
 from tpu_grpo.environments.shipped.calculator import Arithmetic, Calculator
+
+LABELLED = Path(__file__).with_name("labelled.txt")
 
 
 def test_it_adds():
@@ -43,30 +47,10 @@ def test_expressions(expression: str, value: str):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("exec(1)", "Function 'exec' not defined"),
-        ("__import__('os')", "the expression must be of numbers, got 'os'"),
-        ("x + 1", "'x' is not defined"),
-        ("3 +", "invalid syntax"),
-        ("'a' * 3", "the expression must be of numbers, got 'a'"),
-        ("True + 1", "the expression must be of numbers, got True"),
-        ("2 < 3", "an expression has numbers, brackets, .* got something else in '2 < 3'"),
-        ("3 | 4", "got something else in '3 | 4'"),
-        ("(5).bit_length()", "got something else"),
-        ("max(*abs)", "got something else"),
-        ("1; 2", "invalid syntax"),
-        ("abs", "the expression must be of numbers, got <built-in"),
-        # each of these would take the process's memory, or seconds, and so end the conversation, or the run
+        *labelled(LABELLED, "refused_expressions"),
         ("-" * 7000 + "1", "an expression must have at most 1,000 characters, got 7,001"),
         ("2**" * 3000 + "1", "an expression must have at most 1,000 characters, got 9,001"),
         ("-" * 999 + "1", "the expression is nested too deep"),
-        ("9**9**9", "whole numbers must have at most 3,000 digits"),
-        ("4000000**400000", "whole numbers must have at most 3,000 digits"),
-        ("2**-1 + 2**10**400", "whole numbers must have at most 3,000 digits"),
-        ("9**3000 * 9**3000 * 9**3000", "whole numbers must have at most 3,000 digits"),
-        ("round(5, -1000000000)", "a number is rounded to at most 400 places, got -1000000000"),
-        ("'%1000000000d' % 1", "the expression must be of numbers"),
-        ("f'{1:>1000000000}'", "got something else"),
-        ("(5).to_bytes(4000000000)", "got something else"),
     ],
     ids=lambda value: value[:20],
 )

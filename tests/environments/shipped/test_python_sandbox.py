@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.goldens import labelled
 from tpu_grpo.cli.environment import main
 from tpu_grpo.environments.shipped.python_sandbox import PythonSandbox
+
+LABELLED = Path(__file__).with_name("labelled.txt")
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 PROBLEM = {  # GSM8K's first test problem
@@ -20,26 +23,7 @@ PROBLEM = {  # GSM8K's first test problem
 }
 
 
-@pytest.mark.parametrize(
-    ("code", "told"),
-    [
-        ("print(16 - 3 - 4)", "9"),
-        ("eggs = 16 - 3 - 4\neggs * 2", "18"),  # the value of the last line, as in a notebook
-        ("print('a')\n'b'", "a\n'b'"),
-        ("x = 1", "nothing was printed"),
-        ("print(1)\nNone", "1"),
-        ("print(5)\n1 / 0", "5\nError: ZeroDivisionError: division by zero (line 2)"),
-        ("def f():\n    raise ValueError('a\\nb')\nf()", "Error: ValueError: a b (line 2)"),
-        ("print(", "Error: SyntaxError: '(' was never closed (line 1)"),
-        ("import sys\nprint('done')\nsys.exit()", "done"),
-        ("import sys\nsys.exit('no')", "Error: SystemExit: no"),
-        ("import sys\nprint('x', file=sys.stderr)", "x"),
-        ("input()", "Error: EOFError: EOF when reading a line (line 1)"),
-        ("open('/etc/passwd')", "Error: PermissionError: /etc/passwd is not to be opened here (line 1)"),
-        ("print('é∑')", "é∑"),
-        ("", "nothing was printed"),
-    ],
-)
+@pytest.mark.parametrize(("code", "told"), labelled(LABELLED, "programs"))
 def test_what_a_program_prints_is_told(code: str, told: str):
     environment = PythonSandbox()
     assert environment.reset(question="...", answer="...") is None

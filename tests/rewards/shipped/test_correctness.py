@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.goldens import labelled
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.rewards import load_reward
 from tpu_grpo.rewards.shipped import SHIPPED
@@ -27,85 +28,29 @@ from tpu_grpo.rewards.shipped.correctness import (
 from tpu_grpo.rewards.shipped.form import matches_format
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
+LABELLED = Path(__file__).with_name("labelled.txt")
+"""What a completion, and an answer, is worth, by reward."""
+
+
+OF_AN_ANSWER = {f.__name__: f for f in (exact_answer, normalised_match, multiple_choice, gsm8k)}
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
+    ("name", "completion", "answer", "expected"),
     [
-        ("85", "85", 1.0),
-        (" 85\n", "85", 1.0),
-        ("New \n  York", "New York", 1.0),
-        ("NewYork", "New York", 0.0),
-        ("085", "85", 0.0),
-        ("85.", "85", 0.0),
-        ("", "85", 0.0),
-        ("85", 85, 1.0),
-        ("85", None, None),
-        ("", " ", None),
+        *((name, *row) for name in OF_AN_ANSWER for row in labelled(LABELLED, name)),
+        ("gsm8k", "#### 1" + "0" * 400, "#### 1e400", 1.0),
+        pytest.param("gsm8k", "#### 18", 10**5000, 0.0, id="5000 digits"),
+        ("gsm8k", "#### 18", float("nan"), None),
     ],
 )
-def test_exact_answer(completion: str, answer: Any, expected: float | None):
-    assert exact_answer([completion], [answer]) == [expected]
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
-    [
-        ("The Eiffel Tower!", "eiffel tower", 1.0),
-        ("an  apple", "Apple", 1.0),
-        ("Straße", "strasse", 1.0),
-        ("ﬁne", "fine", 1.0),
-        ("theatre", "atre", 0.0),
-        ("Paris, France", "Paris", 0.0),
-        ("Paris", ["London", "paris"], 1.0),
-        ("Rome", ["London", "paris"], 0.0),
-        ("Rome", [], None),
-        ("Rome", None, None),
-    ],
-)
-def test_normalised_match(completion: str, answer: Any, expected: float | None):
-    assert normalised_match([completion], [answer]) == [expected]
+def test_completions_and_answers(name: str, completion: str, answer: Any, expected: float | None):
+    assert OF_AN_ANSWER[name]([completion], [answer]) == [expected]
 
 
 def test_normalised_match_in_a_tag():
     texts = ["I think <answer>Paris.</answer>", "Paris", "<answer>Rome</answer> <answer>paris</answer>"]
     assert normalised_match(texts, ["Paris"] * 3, tag="answer") == [1.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
-    [
-        ("B", "B", 1.0),
-        ("b", "B", 1.0),
-        ("B.", "(B)", 1.0),
-        ("(B) Paris", "B", 1.0),
-        ("The answer is B", "B", 1.0),
-        ("The answer is (B).", "B", 1.0),
-        ("The correct answer is: **C**", "C", 1.0),
-        ("Answer: D", "D", 1.0),
-        ("answer is a banana, so option C", "C", 1.0),
-        (r"Thus \boxed{B}", "B", 1.0),
-        (r"Thus \boxed{\text{B}}", "B", 1.0),
-        ("<answer>C</answer>", "C", 1.0),
-        ("The answer is A. Wait, the answer is B.", "B", 1.0),
-        ("The answer is A. Wait, the answer is B.", "A", 0.0),
-        ("Between (A) and (C), the latter", "C", 1.0),
-        ("Some long reasoning\nB", "B", 1.0),
-        ("The answer is Z", "B", 0.0),
-        ("I do not know", "B", 0.0),
-        ("", "B", 0.0),
-        ("B", 1, 1.0),
-        ("A", 1, 0.0),
-        ("B", "B) Paris", 1.0),
-        ("B", "1", 1.0),  # an index, as a CSV has it, and as it has one in a column with gaps
-        ("A", " 1.0 ", 0.0),
-        ("B", 1.0, 1.0),
-        ("答案：（Ｂ）", "B", 1.0),
-        ("B", None, None),
-    ],
-)
-def test_multiple_choice(completion: str, answer: Any, expected: float | None):
-    assert multiple_choice([completion], [answer]) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -126,17 +71,7 @@ def test_multiple_choice_refuses_what_it_cannot_use():
             multiple_choice(["B"], [answer])
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("<answer>12</answer>", 1.0),
-        ("<answer> -1,200 </answer>", 1.0),
-        ("<answer>12.5</answer>", 0.0),
-        ("<answer>12 apples</answer>", 0.0),
-        ("<answer></answer>", 0.0),
-        ("12", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("completion", "expected"), labelled(LABELLED, "integer_answer"))
 def test_integer_answer(completion: str, expected: float):
     assert integer_answer([completion]) == [expected]
 
@@ -157,106 +92,6 @@ def test_parts_of_texts():
 
 
 # --- the final number ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "expected"),
-    [
-        # the number after ####
-        ("2*9=18\n#### 18", "#### 18", 1.0),
-        ("#### 18", "She makes 9*2=<<9*2=18>>18.\n#### 18", 1.0),
-        ("####18", "18", 1.0),
-        ("#### 18.", "18", 1.0),
-        ("#### 18.0", "18", 1.0),
-        ("#### 18.5", "18", 0.0),
-        ("#### 180", "18", 0.0),
-        ("#### 1", "18", 0.0),
-        ("#### $18.00 per day", "18", 1.0),
-        ("#### 18 dollars", "18", 1.0),
-        ("#### 50%", "50", 1.0),
-        ("#### 1,234,567", "#### 1234567", 1.0),
-        ("#### 1234567", "#### 1,234,567", 1.0),
-        ("#### 1{,}234", "1234", 1.0),
-        ("#### 1,2345", "12345", 0.0),
-        ("#### -5", "-5", 1.0),
-        ("#### −5", "-5", 1.0),
-        ("#### -$5", "-5", 1.0),
-        ("#### $-5", "-5", 1.0),
-        ("#### 5", "-5", 0.0),
-        ("#### .5", "0.5", 1.0),
-        ("#### **18**", "18", 1.0),
-        ("#### 018", "18", 1.0),
-        ("#### 18\n#### 19", "19", 1.0),  # the last marker is the answer
-        ("#### 18\n#### 19", "18", 0.0),
-        ("#### 18\nI checked this 3 times.", "18", 1.0),  # what follows the marker's number does not count
-        ("#### 18\nI checked this 3 times.", "3", 0.0),
-        # no number after ####: the last one of the text
-        ("The answer is 18.", "18", 1.0),
-        ("The answer is $1,234.50.", "1234.5", 1.0),
-        ("I earn US$18", "18", 1.0),
-        (r"\boxed{18}", "18", 1.0),
-        (r"It costs \$18\%", "18", 1.0),
-        ("16-3-4=9", "9", 1.0),
-        ("That leaves 10-4", "4", 1.0),  # a difference, not -4
-        ("That leaves 10-4", "-4", 0.0),
-        ("The change is -4", "-4", 1.0),
-        ("That is 50 m2", "50", 1.0),  # a unit's exponent is no number
-        ("That is 50 m^2", "50", 1.0),
-        ("The answer is...18", "18", 1.0),
-        ("#### 1/2", "1", 0.0),  # a fraction is none of its parts
-        ("#### 1/2", "2", 0.0),
-        ("#### 12/25", "1", 0.0),
-        ("#### 3.5/2", "3", 0.0),
-        ("#### 18/day", "18", 1.0),
-        ("18 then ####", "18", 1.0),
-        # a number is read whole, or not at all
-        ("#### 1" + "0" * 400, "#### 1e400", 1.0),
-        ("#### 1", "#### 1e400", 0.0),
-        ("#### 1", "1e99999999999999999999", None),
-        ("#### 1e99999999999999999999", "1", 0.0),
-        ("#### 100000", "1e5", 1.0),
-        ("#### 1.5e3", "1500", 1.0),
-        ("#### 2E+6", "2000000", 1.0),
-        ("#### 1e-3", "0.001", 1.0),
-        ("#### 1.5×10^3", "1500", 1.0),
-        (r"$1.5 \times 10^{3}$", "1500", 1.0),
-        ("#### 10^5", "10", 0.0),
-        ("#### 10²", "10", 0.0),
-        ("That is 50 m^{2}", "50", 1.0),
-        (r"That is $90^\circ$", "90", 1.0),
-        ("#### 1_000", "1000", 1.0),
-        ("#### 1000", "1 000", 1.0),
-        ("#### 1000", "1\u202f000", 1.0),
-        (r"#### 32,\!348", "32348", 1.0),
-        (r"#### 10\,000", "10000", 1.0),
-        (r"#### 18.90", r"\$18.90", 1.0),
-        ("#### 3", r"#### \$3", 1.0),
-        ("#### 3 1/2", "3", 0.0),
-        ("#### 3½", "3", 0.0),
-        ("at 12:00", "0", 0.0),
-        ("#### 3", "3:0", None),
-        ("Step 2: 18", "18", 1.0),
-        ("#### １８", "18", 1.0),  # digits of other scripts
-        ("١٨", "18", 1.0),
-        ("１，２３４．５", "1234.5", 1.0),
-        ("#### eighteen", "18", 0.0),
-        ("", "18", 0.0),
-        ("no number here", "0", 0.0),
-        # the answer column
-        ("#### 18", 18, 1.0),
-        ("#### 18", 18.0, 1.0),
-        ("#### 10000000000000000000000", 1e22, 1.0),
-        pytest.param("#### 18", 10**5000, 0.0, id="5000 digits"),
-        ("#### 18", "$18", 1.0),
-        ("#### 18", None, None),
-        ("#### 18", "", None),
-        ("#### 18", "unknown", None),
-        ("#### 1", True, None),
-        ("#### 18", float("nan"), None),
-    ],
-)
-def test_gsm8k(completion: str, answer: Any, expected: float | None):
-    assert gsm8k([completion], [answer]) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -359,30 +194,7 @@ def test_it_gets_messages_without_being_told_to():
     assert not load_reward(RewardSpec(name="exact_answer"), ("answer",)).messages
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{3} or rather \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{1,000}", "1000"),
-        ("<answer> Paris. </answer> 7", "Paris"),
-        ("<answer>$12.50</answer>", "12.5"),
-        ("2 + 2 = 4\n#### 4", "4"),
-        ("#### 5 and then 6", "5"),
-        ("first 3, then 4.0 apples.", "4"),
-        ("it costs $1,234.50", "1234.5"),
-        ("about -7", "-7"),
-        ("-0", "0"),
-        ("#### 1e5", "100000"),
-        ("<answer>1e5</answer>", "100000"),
-        (r"\boxed{1\,000}", "1000"),
-        (r"\boxed{\$.50}", "0.5"),
-        ("#### 123456789012345678901234567890123", "123456789012345678901234567890123"),
-        ("No  number\nhere.", "No number here"),
-        ("", None),
-        (" \n", None),
-        (r"\boxed{}", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), labelled(LABELLED, "voted_answer"))
 def test_the_last_answer_counts_in_a_vote(text: str, answer: str | None) -> None:
     assert voted_answer(text) == answer
 

@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from tests.goldens import labelled
+from tests.rewards.shipped.test_correctness import LABELLED
 from tpu_grpo.rewards.shipped.form import (
     cosine_length,
     length,
@@ -73,32 +75,13 @@ def test_tags_of_other_names():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("<think>a</think> <answer>5</answer>", 1.0),
-        ("<think>a</think> <answer>5</answer>!", 1.0 - 0.001),
-        ("<think>a</think> <answer>5</answer> \n", 1.0),
-        ("<think>a</think> <answer>5", 0.75),
-        ("<think><think>a</think> <answer>5</answer>", 0.75),
-        ("5", 0.0),
-        ("</answer>" + "x" * 1000, 0.0),
-    ],
+    [*labelled(LABELLED, "xml_count"), ("</answer>" + "x" * 1000, 0.0)],
 )
 def test_xml_count(text: str, expected: float):
     assert xml_count([text]) == pytest.approx([expected])
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("2+3=5\n#### 5", 1.0),
-        ("#### -1,234.5", 1.0),
-        ("#### $5.\n", 1.0),
-        ("#### 5\nso there", 0.0),
-        ("so #### 5", 0.0),
-        ("#### five", 0.0),
-        ("5", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("completion", "expected"), labelled(LABELLED, "format"))
 def test_format_wants_a_last_line_with_the_number(completion: str, expected: float):
     assert matches_format([completion]) == [expected]
 

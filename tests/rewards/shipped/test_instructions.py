@@ -4,70 +4,15 @@ from typing import Any
 
 import pytest
 
+from tests.goldens import labelled
+from tests.rewards.shipped.test_correctness import LABELLED
 from tpu_grpo.rewards.shipped.instructions import CHECKS, follows, instructions, language, sentences
 
 GERMAN = "Das ist ein kurzer Text in deutscher Sprache, den jeder verstehen kann."
 ENGLISH = "This is a short text in the English language that everybody understands."
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("keywords:existence", {"keywords": ["cat", "dog"]}, "A Cat and a dog", "A cat"),
-    ("keywords:frequency", {"keyword": "cat", "frequency": 2, "relation": "at least"}, "cat, Cat", "cat"),
-    ("keywords:frequency", {"keyword": "cat", "frequency": 2, "relation": "less than"}, "cat", "cat cat"),
-    ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "concatenate", "a Cat!"),
-    ("keywords:letter_frequency", {"letter": "A", "let_frequency": 3, "let_relation": "at least"}, "aAa", "aA"),
+    *labelled(LABELLED, "instructions"),
     ("language:response_language", {"language": "de"}, GERMAN, ENGLISH),
-    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "One. Two!", "Mr. A went."),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "two words", "now three words"),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n***\n\n***\nb"),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"},
-        'a\n\n"then, b',
-        "then\n\na",
-    ),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] [city]", "[name]"),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "a\nP.S. b", "a PS"),
-    (
-        "detectable_content:postscript",
-        {"postscript_marker": "P.S."},
-        "Thanks for reading. P. S. Bring a coat.",
-        "a\nPS b",
-    ),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "So. p.p.s. b", "P.S. b"),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n**b**"),
-    ("detectable_format:constrained_response", {}, "My answer is yes.", "Yes."),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* **b**", "*a*"),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "***a***", "**a** ** **"),
-    ("detectable_format:multiple_sections", {"section_spliter": " PART ", "num_sections": 1}, "So PART1", "PART one"),
-    ("detectable_format:title", {}, "a << <b>> >>", "<<\na>>"),
-    ("keywords:frequency", {"keyword": " cat ", "frequency": 1, "relation": "at least"}, "cats", "c at"),
-    ("keywords:forbidden_words", {"forbidden_words": ["C++"]}, "C + +", "in c++."),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 3, "relation": "at least"},
-        "really? yes. it is.",
-        "a... b. c",
-    ),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 2, "relation": "at least"},
-        "Это кот. Он спит.",
-        "Say it, Mr. Cat.",
-    ),
-    ("language:response_language", {"language": "de"}, "1 2 3", "This is English, of course."),
-    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "less than"}, "U.S.A.", "A B"),
-    ("change_case:english_capital", {}, "YES", "DAS WETTER IST HEUTE SEHR WARM"),
-    ("change_case:english_lowercase", {}, "the cat sat on the mat", "das wetter ist heute sehr warm"),
-    ("detectable_format:multiple_sections", {"section_spliter": "PART", "num_sections": 2}, "PART 1\nPART 2", "PART 1"),
-    ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a: 1}"),
-    ("detectable_format:title", {}, "<<Joy>>\ntext", "<< >>"),
-    ("combination:two_responses", {}, "a\n******\nb", "a\n******\na"),
-    ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, "say it. It.", "It. Say it."),
-    ("startend:end_checker", {"end_phrase": "The end."}, "So. the end.", "The end. So"),
-    ("startend:quotation", {}, '"a"', 'a"'),
-    ("change_case:capital_word_frequency", {"capital_frequency": 1, "capital_relation": "at least"}, "a NO b", "a b"),
-    ("change_case:english_capital", {}, "ALL OF IT", "ALL of IT"),
-    ("change_case:english_lowercase", {}, "all of it", "All of it"),
-    ("punctuation:no_comma", {}, "a b", "a, b"),
 ]
 
 

@@ -10,8 +10,9 @@ import math_verify
 import numpy as np
 import pytest
 
+from tests.goldens import labelled
 from tests.rewards.conftest import make_rollout, scored
-from tests.rewards.shipped.test_correctness import gsm8k_references
+from tests.rewards.shipped.test_correctness import LABELLED, gsm8k_references
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.rewards.shipped import mathematics
 from tpu_grpo.rewards.shipped.correctness import verified
@@ -23,138 +24,10 @@ PAIRS = Path(__file__).parent / "math_pairs.jsonl"
 IN_GARBAGE_COLLECTION = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 """A time-out may come while a callback of jax or hypothesis runs, which ignores it with a warning; the next counts."""
 
-CASES = [
-    # numbers
-    (r"So the answer is \boxed{42}.", "42", 1.0),
-    (r"So the answer is \boxed{41}.", "42", 0.0),
-    ("The answer is 42", "42", 1.0),
-    (r"\boxed{1,234,567}", "1234567", 1.0),
-    (r"\boxed{1234567}", "1,234,567", 1.0),
-    (r"\boxed{1234}", "1,234,567", 0.0),
-    (r"\boxed{-7}", "-7", 1.0),
-    (r"\boxed{7}", "-7", 0.0),
-    (r"\boxed{18.0}", "18", 1.0),
-    (r"\boxed{1.8\times 10^1}", "18", 1.0),
-    # units and signs
-    (r"\boxed{18 \text{ cm}}", "18", 1.0),
-    (r"\boxed{\$18}", "18", 1.0),
-    (r"\boxed{50\%}", "50", 1.0),
-    (r"\boxed{90^\circ}", "90", 1.0),
-    # fractions
-    (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
-    (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1.0),
-    (r"\boxed{\dfrac{3}{7}}", r"\frac37", 1.0),
-    (r"\boxed{1/2}", r"\frac{1}{2}", 1.0),
-    (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", 0.0),
-    (r"\boxed{0.33}", r"\frac{1}{3}", 0.0),
-    # several boxes, nested, none
-    (r"First \boxed{5}, no: \boxed{6}", "6", 1.0),
-    (r"First \boxed{5}, no: \boxed{6}", "5", 0.0),
-    (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt{3}}{2}", 1.0),
-    ("I do not know.", "6", 0.0),
-    ("", "6", 0.0),
-    (r"\boxed{}", "6", 0.0),
-    # expressions, sets, intervals, tuples
-    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0),
-    (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
-    (r"\boxed{x^2+2x}", "(x+1)^2", 0.0),
-    (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
-    (r"\boxed{(1, 2)}", "(1, 2)", 1.0),
-    (r"\boxed{(2, 1)}", "(1, 2)", 0.0),
-    (r"\boxed{[0, 1)}", "[0, 1)", 1.0),
-    (r"\boxed{[0, 1]}", "[0, 1)", 0.0),
-    (r"\boxed{\pi}", r"\pi", 1.0),
-    # references
-    ("The answer is 18", "She makes 9*2=<<9*2=18>>18.\n#### 18", 1.0),
-    (r"\boxed{3}", r"We get $x = 3$, so the answer is $\boxed{3}$.", 1.0),
-    (r"\boxed{3}", 3, 1.0),
-    (r"\boxed{3}", None, None),
-    (r"\boxed{3}", " ", None),
-    (r"\boxed{3}", "#### \\$3", 1.0),
-    (r"\boxed{36}", r"\boxed{\$36}", 1.0),
-    (r"\boxed{100000}", 1e5, 1.0),
-    (r"\boxed{1" + "0" * 400 + "}", "#### 1e400", 1.0),
-    (r"\boxed{1}", "#### 1e400", 0.0),
-    (r"\boxed{3:0}", "3", 0.0),
-    (r"\boxed{12.5}", "12.5%", 1.0),
-    (r"\boxed{12.5\%}", r"12.5\%", 1.0),
-    (r"\boxed{0.125}", r"12.5\%", 1.0),
-    (r"\boxed{0.5\%}", "0.5", 0.0),
-    # digits of other scripts, and what math-verify misreads
-    ("The answer is ５", "5", 1.0),
-    ("$٣$", "3", 1.0),
-    ("$٣$", "4", 0.0),
-    (r"\boxed{0}", r"10\,000", 0.0),
-    (r"\boxed{235}", r"1\,234", 0.0),
-    (r"\boxed{2}", "3 1/2", 0.0),
-    (r"\boxed{-3.5}", "-3 1/2", 1.0),
-    (r"\boxed{x²}", "x^2", 1.0),
-    (r"\boxed{½}", "0.5", 1.0),
-    # no mathematics, and prose with some
-    ("Answer is forty two.", "Answer is forty three.", None),
-    (r"Some other content. \boxed{43}.", "Answer is 42.0.", 0.0),
-    (r"\boxed{42}", "Answer is 42.0.", 1.0),
-    ("Paris", "Tuesday", None),
-    # boxes that are one answer, and boxes that are not
-    (r"$x = \boxed{3}$ or $x = \boxed{4}$", r"\{3, 4\}", 1.0),
-    (r"$x = \boxed{3}$ or $x = \boxed{4}$", "4", 0.0),
-    (r"\boxed{4, 3}", r"$x = \boxed{3}$ or $x = \boxed{4}$", 1.0),
-    # a tag
-    ("<answer>18</answer> after 3 steps", "18", 1.0),
-    ("<answer>The total is 18.</answer>", "18", 1.0),
-    # a unit, but not of another kind, and not a word that changes the number
-    (r"\boxed{10 m/s}", "10 km/h", 0.0),
-    (r"\boxed{25 cm^3}", "25 cm^2", 0.0),
-    (r"\boxed{18 dollars}", r"18\text{ inches}", 0.0),
-    (r"\boxed{3 million}", "3", 0.0),
-    (r"\boxed{2 hours and 30 minutes}", "30", 0.0),
-]
+CASES = [*labelled(LABELLED, "math"), (r"\boxed{1" + "0" * 400 + "}", "#### 1e400", 1.0)]
 
 # Right completions whose box says what the reference says, with or without its unit.
-REFERENCES = [
-    ("18 dollars", "18"),
-    ("$18", r"\$18"),
-    (r"\$18.90", "18.90"),
-    (r"\$32,\!348", "32348"),
-    ("$1,250.50", "1250.5"),
-    ("US$40", "40"),
-    ("€12.50", "12.5"),
-    ("75 cents", r"75 \text{ cents}"),
-    ("3 eggs", "3"),
-    ("7 days", "7"),
-    ("24 red marbles", "24"),
-    ("1,200 people", "1200"),
-    ("12 000 trees", "12000"),
-    (r"10\,000 steps", "10000"),
-    ("10 km/h", r"10 \text{ km/h}"),
-    ("60 mph", "60"),
-    ("8.5 m/s", "8.5"),
-    ("55 miles per hour", "55"),
-    ("12 inches", r"12 \text{ in}"),
-    ("5 m^2", "5"),
-    ("25 cm²", r"25 \text{ cm}^2"),
-    ("100 square feet", "100"),
-    ("0.75 liters", r"\frac{3}{4}"),
-    ("2 hours and 30 minutes", r"2 \text{ hours and } 30 \text{ minutes}"),
-    ("5 feet 6 inches", r"5 \text{ feet } 6 \text{ inches}"),
-    ("45 minutes", "45"),
-    ("12:00", "12:00"),
-    ("8:30 a.m.", r"8:30 \text{ a.m.}"),
-    ("25%", "25"),
-    ("25 percent", r"25\%"),
-    (r"12.5\%", "12.5"),
-    ("1/2 cup", r"\frac{1}{2}"),
-    ("3 1/2 hours", "3.5"),
-    ("2/3 of the pie", r"\frac{2}{3}"),
-    ("3rd", "3"),
-    ("21st", "21"),
-    ("4th place", "4"),
-    ("-5 degrees", "-5"),
-    ("90 degrees", r"90^\circ"),
-    ("1.5e3 joules", "1500"),
-    ("The answer is 18 dollars.", "18"),
-    ("She needs 7 more apples.", "7"),
-]
+REFERENCES = labelled(LABELLED, "references")
 
 
 @pytest.mark.parametrize(("completion", "answer", "expected"), CASES)

@@ -15,6 +15,8 @@ import pytest
 import reasoning_gym as gym
 from reasoning_gym.factory import DATASETS
 
+from tests.goldens import labelled
+from tests.rewards.shipped.test_correctness import LABELLED
 from tpu_grpo.environments.shipped.puzzles import Puzzle
 from tpu_grpo.rewards.shipped.structured import countdown, json_schema, python_tests, reasoning_gym
 from tpu_grpo.workers.puzzle_scores import _EVALUATED, is_code  # pyright: ignore[reportPrivateUsage]
@@ -23,20 +25,7 @@ from tpu_grpo.workers.sandbox import Limits, run_tests
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ('{"n": 5}', 1.0),
-        ('{"n": 5, "more": 1}', 1.0),
-        ('Here:\n```json\n{"n": 5}\n```\nDone.', 1.0),
-        ('{"n": "5"}', 0.2),
-        ("{}", 0.2),
-        ('{"n": 5', 0.0),
-        ('Here: {"n": 5}', 0.0),
-        ('{"n": NaN}', 0.0),
-        ("[" * 100_000, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("completion", "expected"), [*labelled(LABELLED, "json_schema"), ("[" * 100_000, 0.0)])
 def test_json_schema(completion: str, expected: float):
     assert json_schema([completion], SCHEMA, parsed=0.2) == [expected]
 
@@ -58,26 +47,7 @@ def test_values_that_a_validator_cannot_take_do_not_fit():
     assert time.perf_counter() - started < 20.0
 
 
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("94*4 - 61 - 6", 1.0),
-        ("(94 * 4) - (61 + 6) = 309", 1.0),
-        ("94×4 − 61 − 6", 1.0),
-        ("（９４ × 4） - 61 - ６＝309", 1.0),
-        ("94*4 - 61 + 6", 0.1),  # 321
-        ("94*4 - 61", 0.0),  # 6 is left over
-        ("94*4 - 61 - 6 + 6 - 6", 0.0),  # 6 three times
-        ("309", 0.0),
-        ("94*4 - 61 - 6/1", 0.0),
-        ("94/(6-6)", 0.0),
-        ("94**4", 0.0),
-        ("__import__('os')", 0.0),
-        ("94*4 - 61 -", 0.0),
-        ("9" * 500, 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("expression", "expected"), [*labelled(LABELLED, "countdown"), ("9" * 500, 0.0)])
 def test_countdown(expression: str, expected: float):
     text = f"<think>hm</think><answer>{expression}</answer>"
     assert countdown([text], [309], [[6, 61, 94, 4]], format_score=0.1) == [expected]
@@ -107,18 +77,7 @@ def test_puzzles_of_reasoning_gym(name: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("prime_factorization", "five apples"),
-        ("boxnet", "5"),
-        ("game_of_life", "{}"),
-        ("coin_flip", "1e400"),
-        ("n_queens", "exit()"),  # the verifier runs it
-        ("countdown", "__import__('os')._exit(0)"),
-        ("countdown", "9**9**9"),  # it would take years
-    ],
-)
+@pytest.mark.parametrize(("name", "answer"), labelled(LABELLED, "unreadable_puzzle_answers"))
 def test_an_answer_that_a_verifier_cannot_take_is_wrong(name: str, answer: str):
     entry, logged = dict(gym.create_dataset(name, size=1, seed=1)[0]), list[float]()
     log: Any = {"log_metric": lambda name, value: logged.append(value)}
