@@ -99,8 +99,10 @@ def _hidden(
         head = dataclasses.replace(head, weight=laid_out(head.weight, mesh, *layout))
     seen_RSS = attention_mask(rows.segments, rows.shared)
     arguments = {"positions": rows.positions, "cache": None, "attention_mask": seen_RSS}
-    if "segment_ids" in inspect.signature(type(body).__call__).parameters:
-        arguments["segment_ids"] = jnp.arange(rows.positions.shape[1]) - rows.positions  # see flash_attention
+    takes_flash = getattr(getattr(body, "config", None), "use_flash_attention", False)
+    if takes_flash and "segment_ids" in inspect.signature(type(body).__call__).parameters:
+        # for flash_attention; Qwen2's dot attention would hide shared prompts from those that borrow them
+        arguments["segment_ids"] = jnp.arange(rows.positions.shape[1]) - rows.positions
     with sharing_prompts(rows.segments, rows.shared):
         hidden_RSD, _ = body(rows.token_ids, **arguments)
     return hidden_RSD.astype(head.weight.dtype), head, (_next(rows.token_ids), _next(rows.mask))
