@@ -16,8 +16,10 @@ from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
-from tests.models.forward import compiled_logprobs, trainer_mesh
+from tests.learner.test_loss import distance
+from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
 from tests.models.random_checkpoint import LLAMA3_SCALING, YARN_SCALING, edit_config, write_random
+from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.models import tunix_repairs as repairs
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.families.family import Remat
@@ -56,6 +58,34 @@ def test_models_of_different_positions_live_together(
         assert np.abs(one - other).max() > 0.1  # so the tolerance below tells them apart
     for i in (*range(len(models)), 0):
         np.testing.assert_allclose(compiled_logprobs(models[i], tokens_BT), expected[i], atol=1e-4, rtol=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma2"])
+def test_long_rows_are_attended_in_blocks(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 tokens are two blocks. Gemma's first layer has a window, which ends inside the first of them."""
+    directory = write_random(family, tmp_path, scale=0.2, **{"gemma2": {"sliding_window": 70}}.get(family, {}))
+    ids = np.random.default_rng(5).integers(0, 300, (1, 300)).astype(np.int32)
+    model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
+    definition, state = nnx.split(model)
+    attended = []
+
+    def attend(q: Any, *others: Any) -> Any:
+        attended.append(q.shape[1])
+        return attend_block(q, *others)
+
+    def gradient() -> Any:
+        slopes = jnp.asarray(np.random.default_rng(6).normal(size=(1, 300, 300)), jnp.float32)
+        weighed = lambda state: (logprobs(nnx.merge(definition, state), ids) * slopes).sum()  # noqa: E731
+        return by_name(jax.jit(jax.grad(weighed))(state))
+
+    attend_block = repairs._attend_block
+    monkeypatch.setattr(repairs, "_attend_block", attend)
+    np.testing.assert_allclose(compiled_logprobs(model, ids), reference_logprobs(directory, ids), atol=1e-4, rtol=0)
+    in_blocks = gradient()
+    assert set(attended) == {150}
+    monkeypatch.setattr(repairs, "QUERIES", 300)
+    assert distance(in_blocks, gradient()) < 2e-6
 
 
 @pytest.mark.slow

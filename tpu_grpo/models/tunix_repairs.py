@@ -359,8 +359,11 @@ def _attend(
     if count < 2:
         return _attend_block(q_BTNH, k_BSKH, v_BSKH, seen_BTS, scale, soft_cap)
     size, attend = -(-length // count), jax.checkpoint(_attend_block, static_argnums=(4, 5))
-    ends = [(start, min(start + size, length)) for start in range(0, length, size)]
-    blocks = [attend(q_BTNH[:, a:b], k_BSKH[:, :b], v_BSKH[:, :b], seen_BTS[:, a:b, :b], scale, soft_cap) for a, b in ends]
+    blocks = []
+    for start in range(0, length, size):
+        own, seen = slice(start, start + size), slice(start + size)
+        keys = k_BSKH[:, seen], v_BSKH[:, seen], seen_BTS[:, own, seen]
+        blocks.append(attend(q_BTNH[:, own], *keys, scale, soft_cap))
     return jnp.concatenate(blocks, axis=1)
 
 
