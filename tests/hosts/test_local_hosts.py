@@ -284,9 +284,9 @@ def script(*options: str, text: str | None = None, hosts: int = 2) -> list[str]:
 
 def start(*options: str, text: str) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
     """The script, once both its hosts said 'up', and the hosts."""
-    pipe = subprocess.PIPE
-    heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731  # nohup has it ignored
-    process = subprocess.Popen(script(*options, text=text), stdout=pipe, stderr=pipe, preexec_fn=heard)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
+    process = subprocess.Popen(script(*options, text=text), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    signal.signal(signal.SIGHUP, before)
     assert process.stdout is not None
     assert sorted(process.stdout.readline() for _ in range(2)) == [b"[0] up\n", b"[1] up\n"]
     hosts = psutil.Process(process.pid).children(recursive=True)
