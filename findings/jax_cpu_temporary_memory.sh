@@ -3,7 +3,7 @@
 # frees it at the end. glibc (2.36) maps blocks of more than 32 MiB anew each time, and also blocks that do not fit the
 # 64 MiB heaps of threads, so that the kernel clears every page again at its first use: a program with 48 MiB takes
 # about 17,000 page faults at every run, one with 27 MiB about 1,000. In a training step of a small model, whose
-# programs had more than 80 MiB, that was a fifth of the time. glibc's tunables keep the memory; the mmap threshold
+# passes took about 29,000 each, that was a fifth of the time. glibc's tunables keep the memory; the mmap threshold
 # alone cannot, because 32 MiB is its limit.
 set -euo pipefail
 folder=$(mktemp -d)
