@@ -64,7 +64,8 @@ def test_models_of_different_positions_live_together(
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma2"])
 def test_long_rows_are_attended_in_blocks(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 tokens are two blocks. Gemma's first layer has a window, which ends inside the first of them."""
-    directory = write_random(family, tmp_path, scale=0.2, **{"gemma2": {"sliding_window": 70}}.get(family, {}))
+    window: dict[str, Any] = {"sliding_window": 70} if family == "gemma2" else {}
+    directory = write_random(family, tmp_path, scale=0.2, **window)
     ids = np.random.default_rng(5).integers(0, 300, (1, 300)).astype(np.int32)
     model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
     definition, state = nnx.split(model)
