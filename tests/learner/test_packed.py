@@ -77,10 +77,12 @@ def packed_gradient(model: Any, kind: Any, sequences: Any, settings: LossSetting
     return gradient(trained)
 
 
-def padded_gradient(model: Any, kind: Any, sequences: Any, settings: LossSettings, reference: Any) -> Any:
+def padded_gradient(
+    model: Any, kind: Any, sequences: Any, settings: LossSettings, reference: Any, longest: int = 7
+) -> Any:
     """Tunix's forward pass; the loss is put together from the same formulas, row by row."""
     prompts, completions, advantages = sequences.values()
-    ids = np.array([[PAD] * (7 - len(p)) + p for p in prompts])
+    ids = np.array([[PAD] * (longest - len(p)) + p for p in prompts])
     answers = np.array([[*c.token_ids, *[PAD] * (12 - len(c.token_ids))] for c in completions])
     sampled = np.zeros((len(LENGTHS), 12), bool)
     for line, completion in zip(sampled, completions, strict=True):
@@ -115,10 +117,6 @@ def padded_gradient(model: Any, kind: Any, sequences: Any, settings: LossSetting
 SLOW = ("llama", "mistral", "phi3", "qwen2", "penalty")
 """These differ least from the others: families by positions or biases, the penalty by one more forward pass."""
 
-ROUNDING = {"gemma4_text": 3e-6}
-"""What float32 programs of other shapes make of one gradient: padded to 7 and to 11 tokens, rows of Gemma 4 differ by
-2.3e-6, and those of Gemma 3 by 9e-7."""
-
 
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -142,5 +140,11 @@ def test_packed_rows_give_the_gradient_of_padded_ones(tmp_path: Path, sequences:
     loss, gradient = packed_gradient(model, kind, sequences, settings, reference)
     expected, slopes = padded_gradient(model, kind, sequences, settings, reference)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-    assert distance(by_name(gradient), by_name(slopes)) < ROUNDING.get(case, 1e-6)
+    bound = 1e-6
+    if case == "gemma4_text":  # float32 programs of other shapes differ by more: how much, two paddings tell
+        _, longer = padded_gradient(model, kind, sequences, settings, reference, longest=11)
+        rounding = distance(by_name(longer), by_name(slopes))
+        assert rounding < 1e-5
+        bound = 2 * rounding
+    assert distance(by_name(gradient), by_name(slopes)) < bound
     assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
