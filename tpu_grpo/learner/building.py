@@ -26,7 +26,7 @@ from tpu_grpo.learner.rows import ReplayShape, RowShape
 from tpu_grpo.learner.slices import ONE_SLICE, Slices
 from tpu_grpo.learner.teachers import Teacher, TeacherInputs, Teachers
 from tpu_grpo.learner.update import Updater
-from tpu_grpo.models.families.trainer_attention import whole_blocks
+from tpu_grpo.models.families.trainer_attention import block_of, whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
 SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS, CONCURRENT_PASSES = 4 * 2**20, 192, 2
@@ -155,12 +155,11 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
 def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh, top_k: int = 0) -> RowShape:
     """Return the shape of packed rows, whose length is a multiple of the block of flash attention, if that is used.
     ``top_k`` is the number of a teacher's likeliest tokens that are compared."""
-    block = _flash_block(model)
     rows = config.micro_batch_rows(mesh.shape[DATA_AXIS])
     return RowShape(
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_new_tokens=config.rollout.max_new_tokens,
-        tokens=whole_blocks(config.row_tokens, block),
+        tokens=whole_blocks(config.row_tokens, block_of(model)),
         micro_batch=rows if config.algorithm.micro_batch_prompts else _pass_rows(rows, config.row_tokens, model, mesh),
         replay=ReplayShape(model) if config.algorithm.replays_routing else None,
         group_size=config.algorithm.group_size,
@@ -173,15 +172,10 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh, top_k: int = 0) 
     )
 
 
-def _flash_block(model: nnx.Module) -> int | None:
-    settings: Any = getattr(model, "config", None)
-    return settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
-
-
 def _teacher_shape(policy: RowShape, spec: TeacherSpec, mesh: Mesh, frozen: FrozenModel) -> RowShape:
     """Return the shape of a teacher's rows: the policy's, with room for longer prompts, in equally large passes."""
     most = spec.max_prompt_tokens or policy.max_prompt_tokens
-    tokens = whole_blocks(policy.tokens + most - policy.max_prompt_tokens, _flash_block(frozen.model))
+    tokens = whole_blocks(policy.tokens + most - policy.max_prompt_tokens, block_of(frozen.model))
     devices = mesh.shape[DATA_AXIS]
     rows = max(1, policy.micro_batch * policy.tokens // tokens // devices) * devices
     return RowShape(most, policy.max_new_tokens, tokens, rows, group_size=policy.group_size, shares=policy.shares)

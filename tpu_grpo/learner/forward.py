@@ -18,7 +18,7 @@ from tunix.rl import common
 
 from tpu_grpo.learner.embedding import add_gradients_in_float32, laid_out
 from tpu_grpo.learner.output_head import OutputHead, likeliest_tokens, token_logprobs
-from tpu_grpo.models.families.trainer_attention import sharing_prompts
+from tpu_grpo.models.families.trainer_attention import block_of, sharing_prompts
 
 PerToken = Float[Array, "R S"]
 """A number for each token of packed rows, float32."""
@@ -99,8 +99,7 @@ def _hidden(
         head = dataclasses.replace(head, weight=laid_out(head.weight, mesh, *layout))
     seen_RSS = attention_mask(rows.segments, rows.shared)
     arguments = {"positions": rows.positions, "cache": None, "attention_mask": seen_RSS}
-    takes_flash = getattr(getattr(body, "config", None), "use_flash_attention", False)
-    if takes_flash and "segment_ids" in inspect.signature(type(body).__call__).parameters:
+    if block_of(body) is not None and "segment_ids" in inspect.signature(type(body).__call__).parameters:
         # for flash_attention; Qwen2's dot attention would hide shared prompts from those that borrow them
         arguments["segment_ids"] = jnp.arange(rows.positions.shape[1]) - rows.positions
     with sharing_prompts(rows.segments, rows.shared):

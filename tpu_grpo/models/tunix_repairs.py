@@ -74,7 +74,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.models.families.rope import Scaling, inverse_timescales
-from tpu_grpo.models.families.trainer_attention import flash_attention
+from tpu_grpo.models.families.trainer_attention import block_of, flash_attention
 from tpu_grpo.records.errors import ConfigError
 
 TUNIX_VERSION = "0.1.7"
@@ -271,7 +271,7 @@ def _attention_block(module: Any, original: Any, self: Any, x: Any, *args: Any, 
 
 def _takes_flash(config: Any, x: Any) -> bool:
     """Whether flash attention computes ``x``; not for rows of a single token, with which qwix creates adapters."""
-    return bool(getattr(config, "use_flash_attention", False)) and x.shape[1] > 1
+    return block_of(config) is not None and x.shape[1] > 1
 
 
 def _starts(positions_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -281,7 +281,7 @@ def _starts(positions_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 def _flash(q: Any, k: Any, v: Any, sequences: Any, shardings: Any, config: Any, **settings: Any) -> Any:
     where = {"mesh": pxla.thread_resources.env.physical_mesh, "axes": shardings.act_btnh}
-    return flash_attention(q, k, v, sequences, block=config.flash_attention_block_size, **where, **settings)
+    return flash_attention(q, k, v, sequences, block=block_of(config), **where, **settings)
 
 
 QUERIES, MOST_BLOCKS = 128, 8

@@ -49,6 +49,12 @@ def flash_block(
     return None if name == "dot" or platform != "tpu" else block_for(row_tokens, head_width)
 
 
+def block_of(model: Any) -> int | None:
+    """Return the block size of flash attention in a model of Tunix, or in a model's config; None for dot attention."""
+    config = getattr(model, "config", model)
+    return config.flash_attention_block_size if getattr(config, "use_flash_attention", False) else None
+
+
 def block_for(row_tokens: int, head_width: int = LANES) -> int:
     """Return the block size that pads rows least, the largest if there are several. Up to 384 tokens are one block.
 
