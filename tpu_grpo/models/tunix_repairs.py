@@ -281,7 +281,7 @@ def _starts(positions_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 def _flash(q: Any, k: Any, v: Any, sequences: Any, shardings: Any, config: Any, **settings: Any) -> Any:
     where = {"mesh": pxla.thread_resources.env.physical_mesh, "axes": shardings.act_btnh}
-    return flash_attention(q, k, v, sequences, block=block_of(config), **where, **settings)
+    return flash_attention(q, k, v, sequences, block=config.flash_attention_block_size, **where, **settings)
 
 
 QUERIES, MOST_BLOCKS = 128, 8
