@@ -129,7 +129,7 @@ def ours(model: nnx.Module, mesh: Mesh, config: RunConfig) -> Contender:
 def tunix(model: nnx.Module, mesh: Mesh, config: RunConfig, micro_prompts: int) -> Contender:
     """Build Tunix's learner as a run uses it, with micro-batches of ``micro_prompts`` prompts."""
     section = {"name": "tunix:grpo", "options": {"beta": 0.0}, "micro_batch_prompts": micro_prompts}
-    algorithm = AlgorithmSection(group_size=GROUP, **section)  # type: ignore[arg-type]
+    algorithm = AlgorithmSection(group_size=GROUP, **section)
     config = config.model_copy(update={"algorithm": algorithm})
     learner = TunixLearner(config, LearnerInputs(model=model, reference=None, mesh=mesh))
     compiled = learner._parts.lower_train_step().compile()

@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false
 """What an agent's requests become: tokens that were seen go on as they are, anything else opens a branch."""
 
 import time

@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false
 """A conversation's tokens, worked out by hand: what was sampled stays as it was, and only grows."""
 
 from collections.abc import Sequence
@@ -61,7 +60,7 @@ def conversation(
     request = Request(PROMPT.token_ids, SamplingParams(most, temperature=0.5), KEY)
     section = EnvironmentSection(name="x", **settings)
     loaded = LoadedEnvironment("x", "x.py:X", takes)
-    return Conversation(Start(PROMPT, request, loaded, chat_format or ChatFormat(), section, max_prompt_tokens=6))  # pyright: ignore[reportArgumentType]
+    return Conversation(Start(PROMPT, request, loaded, chat_format or ChatFormat(), section, max_prompt_tokens=6))  # pyrefly: ignore[bad-argument-type]
 
 
 def begun(chat_format: ChatFormat | None = None, **settings: Any) -> Conversation:

@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false
 """All conversations of a batch: what each environment is asked, when the engine may go on, and how failures end."""
 
 import re
@@ -49,7 +48,7 @@ class Pool:
 def environments(pool: Pool, names: tuple[str, ...] = ("",), most: int = 6, **settings: Any) -> Environments:
     loaded = {name: LoadedEnvironment(name or "Game", f"{name}.py:Game", "calls") for name in names}
     section = EnvironmentSection(name="x", **settings)
-    return Environments(loaded, dict.fromkeys(names, ChatFormat()), pool, section, most)  # pyright: ignore[reportArgumentType]
+    return Environments(loaded, dict.fromkeys(names, ChatFormat()), pool, section, most)  # pyrefly: ignore[bad-argument-type]
 
 
 def opened(pool: Pool, rows: int = 1, **more: Any) -> Episodes:

@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false
 """Environments of the shapes that TRL's documentation and examples show; the code is this project's own.
 
 The shapes are those of docs/source/grpo_trainer.md (a counter with and without data, several classes by a column),

@@ -121,7 +121,7 @@ class Kubernetes:
         for variable in container["env"]:
             if "valueFrom" in variable:
                 path = variable["valueFrom"]["fieldRef"]["fieldPath"]
-                found[variable["name"]] = annotations[re.fullmatch(r"metadata\.annotations\['(.*)'\]", path)[1]]  # type: ignore[index]
+                found[variable["name"]] = annotations[re.fullmatch(r"metadata\.annotations\['(.*)'\]", path)[1]]
             else:
                 found[variable["name"]] = expanded(variable["value"], found)
         return found

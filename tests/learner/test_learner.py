@@ -49,7 +49,7 @@ def scored_steps(config: RunConfig, count: int) -> list[ScoredRollout]:
 
 
 def policy(learner: Learner) -> Qwen3:
-    return learner._updater.model  # type: ignore[return-value]
+    return learner._updater.model  # pyrefly: ignore[bad-return]
 
 
 def old_logps(learner: Learner, scored: ScoredRollout) -> np.ndarray:

@@ -266,9 +266,9 @@ def fallback_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with byte fallback and marked spaces, as Gemma's and Llama 2's."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257, "<e>": 258}
     core = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    core.normalizer = normalizers.Replace(" ", "\u2581")  # pyright: ignore[reportAttributeAccessIssue]
+    core.normalizer = normalizers.Replace(" ", "\u2581")
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    core.decoder = decoders.Sequence(parts)  # pyright: ignore[reportAttributeAccessIssue]
+    core.decoder = decoders.Sequence(parts)
     core.add_special_tokens(["<e>"])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>")
 

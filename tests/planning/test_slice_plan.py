@@ -69,7 +69,7 @@ def plan_of(config: RunConfig, needs: dict[str, float]) -> Plan:
     target: Any = SimpleNamespace(
         devices=range(16), slice=SimpleNamespace(devices=16), chip=SimpleNamespace(memory_bytes=100)
     )
-    memory = tuple(StageMemory(stage, "", {"work": need}) for stage, need in needs.items())  # pyright: ignore[reportArgumentType]
+    memory = tuple(StageMemory(stage, "", {"work": need}) for stage, need in needs.items())  # pyrefly: ignore[bad-argument-type]
     resident, programs = replace(RESIDENT, cache=320), (program("rollout", name="decode of 64 rows"),)
     work: Any = None
     return Plan(config, target, "", "", "", True, resident, programs, (), memory, work)

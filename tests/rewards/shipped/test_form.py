@@ -68,7 +68,7 @@ def test_tags_of_other_names():
     text = "<reasoning>a</reasoning><result>b</result>"
     assert think_answer([text], think="reasoning", answer="result") == [1.0]
     with pytest.raises(ValueError, match="mode must be one of soft, strict, per_tag, got 'hard'"):
-        think_answer([], mode="hard")  # type: ignore[arg-type]
+        think_answer([], mode="hard")  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="tags must be names"):
         think_answer([], think="<think>")
 

@@ -52,7 +52,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         answer = body["messages"][-1]["content"].rpartition("A:")[2]
         message = {"role": "assistant", "content": self.server.reply.format(len(answer))}
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-        reply["choices"] = [{"index": 0, "finish_reason": "stop", "message": message}]  # type: ignore[assignment]
+        reply["choices"] = [{"index": 0, "finish_reason": "stop", "message": message}]  # pyrefly: ignore[bad-assignment]
         payload = json.dumps(reply).encode()
         self.send_response(200)
         self.send_header("content-type", "application/json")

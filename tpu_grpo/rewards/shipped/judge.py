@@ -128,7 +128,7 @@ class Judge:
             await asyncio.sleep(at - now)
             reply = await self._client.chat.completions.create(
                 model=self._model,
-                messages=messages,  # type: ignore[arg-type]
+                messages=messages,
                 **self._parameters,
             )
         text = reply.choices[0].message.content or ""
