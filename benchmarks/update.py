@@ -75,7 +75,7 @@ def log_normal_lengths(count: int, longest: int, seed: int) -> list[int]:
     Lengths are cut at ``longest``, as by a limit of new tokens, and one of them is ``longest`` exactly.
     """
     drawn = np.random.default_rng(seed).lognormal(0.0, 0.9, count)
-    low, high = 0.0, float(longest)
+    low, high, lengths = 0.0, float(longest), drawn
     while high - low > 1e-6:
         scale = (low + high) / 2
         lengths = np.clip((scale * drawn).round(), 1, longest).astype(int)

@@ -40,7 +40,8 @@ def tokens(*prompt: int, **more: Any) -> Answered:
     return Answered((), request=TurnRequest(token_ids=prompt, **more).for_one())
 
 
-def conversation(family: str = "qwen2_5", most: int = 400, **settings: Any) -> AgentConversation:
+def conversation(family: str = "qwen2_5", most: int = 400, **settings: Any) -> Any:
+    """An `AgentConversation`; as Any, because every answer of it may be None."""
     prompt = Prompt("never read", (1, 2, 3), messages=[user("never read")])
     section = EnvironmentSection(name="agent", **settings)
     start = Start(

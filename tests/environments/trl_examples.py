@@ -217,7 +217,8 @@ class MultiEnv(WordleEnv, CatchEnv):
     """Two games, of which a column names one; the tools of the other raise."""
 
     def __init__(self):
-        self.client, self.active = None, None
+        self.client: Any = None
+        self.active = None
 
     def reset(self, **kwargs) -> str | None:
         self.active = kwargs.get("env", "wordle")

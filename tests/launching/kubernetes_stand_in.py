@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -212,7 +212,7 @@ class Kubernetes:
             print(json.dumps(found))
         return 0
 
-    def _watch(self, output: str) -> int:
+    def _watch(self, output: str) -> NoReturn:
         """Print a line for every pod, and again when its container ends."""
         assert output == (
             "jsonpath={.metadata.name} {.status.containerStatuses[?(@.name=='tpu-grpo')].state.terminated.exitCode}"

@@ -44,7 +44,7 @@ def saved_run(directory: Path, *steps: int, keep: int = 2, width: int = 64) -> R
 
 def resumed(directory: Path, step: int, **settings: Any) -> tuple[Run, Checkpoints]:
     """A run that goes on after this step, with its checkpoints, which are still open."""
-    run, checkpoints = make_run(seed=1), Checkpoints(directory, **{"keep": 2, **settings})
+    run, checkpoints = make_run(seed=1), Checkpoints(directory, **(dict[str, Any](keep=2) | settings))
     assert checkpoints.restore(run.updater, resume="auto") == step
     return run, checkpoints
 

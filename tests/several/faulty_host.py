@@ -75,7 +75,7 @@ def version(name: str) -> None:
     from importlib import metadata
 
     original = metadata.version
-    metadata.version = lambda asked: "0.0.1" if asked == name else original(asked)
+    metadata.version = lambda distribution_name: "0.0.1" if distribution_name == name else original(distribution_name)
 
 
 # --- during the run: what hosts compute ------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def gathered_token(_: str) -> None:
             completions[3].token_ids[0] ^= 1
         return completions, senders
 
-    replicas.exchange_completions = gathered
+    replicas.exchange_completions = gathered  # pyrefly: ignore[bad-assignment]
 
 
 @fault
@@ -364,7 +364,7 @@ def shapes(_: str) -> None:
         print("traced rows", trainer.shape, engine.shape, mask.shape, flush=True)
         return original(trainer, engine, mask)
 
-    loss.agreement_sums = sums
+    loss.agreement_sums = sums  # pyrefly: ignore[bad-assignment]
 
 
 def flipped(array: Any) -> Any:

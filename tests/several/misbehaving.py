@@ -239,7 +239,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 
 def _nested(depth: int) -> Any:
     value: Any = 1.0
-    for _ in range(depth):
+    for _ in range(depth):  # pyrefly: ignore[non-convergent-recursion]
         value = [value]
     return value
 

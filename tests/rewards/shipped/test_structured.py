@@ -72,7 +72,7 @@ def test_puzzles_of_reasoning_gym(name: str):
         assert wrong is not None
         assert wrong < 0.5
         assert reasoning_gym(right, **entry) == 0.0  # no tag
-        assert reasoning_gym(right, **{**entry, "metadata": json.dumps(entry["metadata"])}, tag=None) == 1.0
+        assert reasoning_gym(right, **(entry | {"metadata": json.dumps(entry["metadata"])}), tag=None) == 1.0
         assert reasoning_gym(right, None, right) is None
 
 
