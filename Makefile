@@ -16,7 +16,7 @@ test:  ## the default tests
 lint:  ## style, format and types
 	uv run ruff check
 	uv run ruff format --check
-	uv run pyright
+	uv run pyrefly check
 
 slices:  ## compile programs for TPU slices; no TPU needed
 	uv run pytest -m slices

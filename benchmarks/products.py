@@ -80,7 +80,7 @@ class Operation:
 
 def operations(text: str) -> dict[str, Operation]:
     """Parse the text of a compiled program; returns its operations by name, without those inside of fusions."""
-    bodies: dict[str, list[str]] = {}
+    bodies, body = dict[str, list[str]](), list[str]()
     for line in text.splitlines():
         if line.endswith("{") and (head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", line)):
             body = bodies.setdefault(head[1], [])

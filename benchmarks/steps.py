@@ -93,7 +93,7 @@ def jax_step(name: str, options: argparse.Namespace) -> Callable[[], None]:
                 return tuple(engines.generate(requests))
     else:
         section = {"name": "tunix:grpo", "options": {"beta": 0.0}}
-        algorithm = AlgorithmSection(group_size=GROUP, **section)  # type: ignore[arg-type]
+        algorithm = AlgorithmSection(group_size=GROUP, **section)
         config = config.model_copy(update={"algorithm": algorithm})
         width, texts = (
             prompt_tokens,
@@ -122,11 +122,11 @@ def jax_step(name: str, options: argparse.Namespace) -> Callable[[], None]:
 
 def serve_trl(options: argparse.Namespace) -> None:
     """Train with TRL, one step for each line of stdin after the first two."""
-    import torch  # type: ignore[import-not-found]
+    import torch  # pyrefly: ignore[missing-import]
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+    from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
 
     words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(VOCABULARY)}, unk_token="t1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

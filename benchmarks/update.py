@@ -75,7 +75,7 @@ def log_normal_lengths(count: int, longest: int, seed: int) -> list[int]:
     Lengths are cut at ``longest``, as by a limit of new tokens, and one of them is ``longest`` exactly.
     """
     drawn = np.random.default_rng(seed).lognormal(0.0, 0.9, count)
-    low, high = 0.0, float(longest)
+    low, high, lengths = 0.0, float(longest), drawn
     while high - low > 1e-6:
         scale = (low + high) / 2
         lengths = np.clip((scale * drawn).round(), 1, longest).astype(int)
@@ -129,7 +129,7 @@ def ours(model: nnx.Module, mesh: Mesh, config: RunConfig) -> Contender:
 def tunix(model: nnx.Module, mesh: Mesh, config: RunConfig, micro_prompts: int) -> Contender:
     """Build Tunix's learner as a run uses it, with micro-batches of ``micro_prompts`` prompts."""
     section = {"name": "tunix:grpo", "options": {"beta": 0.0}, "micro_batch_prompts": micro_prompts}
-    algorithm = AlgorithmSection(group_size=GROUP, **section)  # type: ignore[arg-type]
+    algorithm = AlgorithmSection(group_size=GROUP, **section)
     config = config.model_copy(update={"algorithm": algorithm})
     learner = TunixLearner(config, LearnerInputs(model=model, reference=None, mesh=mesh))
     compiled = learner._parts.lower_train_step().compile()

@@ -34,25 +34,16 @@ def talk(
         if prompts and number in prompts:
             starts[number] = (len(ids), tuple(prompts[number]))
         reward = rewards[number] if rewards else None
-        told.append(
-            Turn(
-                len(ids),
-                len(ids) + len(written),
-                **{
-                    "text": "".join(map(chr, written)),
-                    "reward": reward,
-                    "observed": len(answer),
-                    **(turns or {}).get(number, {}),
-                },
-            )
-        )
+        about_turn = dict[str, Any](text="".join(map(chr, written)), reward=reward, observed=len(answer))
+        about_turn.update((turns or {}).get(number, {}))
+        told.append(Turn(len(ids), len(ids) + len(written), **about_turn))
         ids += [*written, *answer]
         sampled += [True] * len(written) + [False] * len(answer)
     ends = [start for start, _ in list(starts.values())[1:]] + [len(ids)]
     branches = tuple(Branch(of, start, end) for (start, of), end in zip(starts.values(), ends, strict=True) if end)
     mask, values = np.array(sampled, np.bool_), np.zeros(len(ids), np.float32)
     values[mask] = -0.5 if logprobs is None else logprobs
-    about = {"prompt": "", "ending": "answered", "messages": (), "environment": "Toy", **episode}
+    about: dict[str, Any] = {"prompt": "", "ending": "answered", "messages": (), "environment": "Toy", **episode}
     reason = "length" if about["ending"] in ("turns", "tokens") else "stop"
     return Completion(
         np.array(ids, np.int32),

@@ -72,7 +72,7 @@ def test_every_error_and_every_record_is_public() -> None:
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="No tpu_grpo attribute trian"):
-        tpu_grpo.trian  # noqa: B018  # type: ignore[attr-defined]
+        tpu_grpo.trian  # noqa: B018  # pyrefly: ignore[missing-attribute]
 
 
 # --- train, with a fake pipeline -------------------------------------------------------------------------------------

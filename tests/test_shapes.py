@@ -14,7 +14,7 @@ from tpu_grpo.learner.loss import agreement_sums
 def test_a_wrong_shape_is_caught() -> None:
     logps_BT, mask_BT = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
     with pytest.raises(TypeCheckError, match=r"parameters of tpu_grpo.learner.loss.agreement_sums"):
-        agreement_sums(logps_BT[0], logps_BT, mask_BT)  # type: ignore[arg-type]
+        agreement_sums(logps_BT[0], logps_BT, mask_BT)  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize(

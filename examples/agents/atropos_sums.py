@@ -7,7 +7,7 @@ log-probabilities.
 import random
 from typing import Any
 
-from atroposlib.envs.base import (  # pyright: ignore[reportMissingImports]
+from atroposlib.envs.base import (  # pyrefly: ignore[missing-import]
     APIServerConfig,
     BaseEnv,
     BaseEnvConfig,

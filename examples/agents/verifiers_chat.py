@@ -9,9 +9,9 @@ It suits every taskset without tools:
 
 from typing import Any
 
-import aiohttp  # pyright: ignore[reportMissingImports]
-import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
-from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
+import aiohttp
+import verifiers.v1 as vf  # pyrefly: ignore[missing-import]
+from verifiers.v1.dialects.chat import message_to_wire  # pyrefly: ignore[missing-import]
 
 __all__ = ["ChatHarness"]
 

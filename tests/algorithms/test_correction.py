@@ -136,7 +136,7 @@ def check_that_weight_0_changes_nothing(batch: TrainBatch, case: Case, settings:
     for field in ("old_logps", "rollout_logps", "advantages"):
         for value in (np.inf, -np.inf, 1e30, np.nan):
             wild = jnp.where(both.weights == 0.0, value, getattr(both, field))
-            found, found_gradient, found_sums = outcome(replace(both, **{field: wild}))
+            found, found_gradient, found_sums = outcome(replace(both, **dict[str, Any]({field: wild})))
             assert found == loss, (field, value)
             np.testing.assert_array_equal(found_gradient, gradient, err_msg=f"{field} {value}")
             np.testing.assert_array_equal(found_sums, sums, err_msg=f"{field} {value}")

@@ -137,7 +137,7 @@ def test_token_formulas_are_what_objectives_compute(case: Case, label: str) -> N
 @pytest.mark.parametrize("label", test_correction.CASES)
 def test_weight_formulas_are_what_corrections_compute(case: Case, label: str) -> None:  # noqa: F811
     section = AlgorithmSection.model_validate(test_correction.CASES[label])
-    formula, trainer = open_algorithm(section).correction.formula, test_correction.before_update(case)  # type: ignore[union-attr]
+    formula, trainer = open_algorithm(section).correction.formula, test_correction.before_update(case)  # pyrefly: ignore[missing-attribute]
     for index, counts, now, engine, advantage in completions_of(case):
         if counts.any():
             old = trainer.old[index][counts].astype(float)

@@ -92,6 +92,7 @@ def train(optimizer: optax.GradientTransformation, **algorithm: Any) -> Outcome:
     table_PTV = jnp.asarray(rng.normal(size=(PROMPTS, TOKENS, VOCABULARY)), jnp.float32)
     state = optimizer.init(table_PTV)
     rewards, entropies, bounded = list[float](), list[float](), list[float]()
+    rewards_PG = np.zeros((PROMPTS, GROUP))
     for _ in range(STEPS):
         logps_PTV = np.asarray(jax.nn.log_softmax(table_PTV.astype(jnp.bfloat16).astype(jnp.float32)), np.float64)
         drawn_PGTV = logps_PTV[:, None] + rng.gumbel(size=(PROMPTS, GROUP, TOKENS, VOCABULARY))

@@ -154,7 +154,7 @@ def test_by_hand() -> None:
     """Tokens with k of 1, 3 and one that does not count: their mean is 2, and 0.5 times -1 and 1 is added."""
     base = jnp.zeros((1, 3))
     batch = TrainBatch(
-        rows=None,  # type: ignore[arg-type]  # nothing is asked of the model
+        rows=None,  # pyrefly: ignore[bad-argument-type]  # nothing is asked of the model
         weights=jnp.array([[0.1, 0.2, 0.0]]),
         advantages=jnp.array([[1.0, 1.0, 7.0]]),
         rollout_logps=base,

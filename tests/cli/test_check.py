@@ -14,7 +14,7 @@ from tpu_grpo.checking.findings import Done, Finding
 from tpu_grpo.cli.check import main, rows
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check.py"
-WORKS = {"row": "hosts", "budget": 15, "seconds": 1.5}
+WORKS: dict[str, Any] = {"row": "hosts", "budget": 15, "seconds": 1.5}
 WORKS["finding"] = {"verdict": "works", "text": "one host", "remedy": "", "figures": {}}
 
 

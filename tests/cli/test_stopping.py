@@ -100,6 +100,7 @@ def test_after_a_stop_and_a_second_signal_a_run_ends_as_if_it_had_not_been_stopp
         assert process.wait(timeout=280) == 0
     for stage, signals, code in (("rollout of step 2", 1, 4), ("update of step 3", 2, 1)):
         with started(tmp_path, stage, 0, hangs=False) as process:
+            sent = 0.0
             for _ in range(signals):
                 sent = time.monotonic()
                 process.send_signal(signal.SIGTERM)

@@ -37,7 +37,7 @@ def test_a_recipe_passes_a_dry_run_and_says_what_it_takes_from_which_paper(path:
     check_model(config, abstract_checkpoint(MODELS / Path(config.model.path).name))
     with open_rewards(config.rewards, ("question", "answer")) as rewards:
         assert rewards.names[0] == "gsm8k"
-    header = " ".join(re.match(r"(#.*\n)+", path.read_text())[0].replace("\n#", "").split())  # type: ignore[index]
+    header = " ".join(re.match(r"(#.*\n)+", path.read_text())[0].replace("\n#", "").split())  # pyrefly: ignore[unsupported-operation]
     assert re.search(r"From (the paper \(.+ et al\. 20\d\d, arXiv \d{4}\.\d{5}\)|\".+\" \(.+ 20\d\d\)): ", header)
     assert "What departs: " in header
     assert f"scripts/plan.py configs/recipes/{path.name} --slice v5e-8" in header

@@ -130,7 +130,7 @@ ALL = {"dynamic": {"extra": 0.7, "rounds": 3}, "pools": POOLS, "retire": {"at": 
 
 def take_steps(run_dir: Path, first: int, last: int) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Sample two rounds a step, of which a part is needed, with pass rates that depend on step and prompt."""
-    taken = []
+    taken: list[tuple[Sequence[int], Sequence[int]]] = []
     with opened(run_dir, stream(40, 3, shuffle=False), first - 1, **ALL) as draw:
         for number in range(first, last + 1):
             batch = draw.batch(number)

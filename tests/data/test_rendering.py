@@ -41,7 +41,7 @@ def test_plain_prompts_get_the_tokenizers_own_special_tokens(tokenizer: PreTrain
     from tokenizers.processors import TemplateProcessing
 
     backend = tokenizer.backend_tokenizer
-    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])  # pyright: ignore
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
     assert render(tokenizer, chat_template=False).token_ids[0] == 257
     assert render(tokenizer).token_ids[:2] != (257, 257)
 

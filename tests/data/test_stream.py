@@ -165,7 +165,7 @@ def mixed(weights: Sequence[float], sizes: Sequence[int], per_step: int = 1, **s
     for name, (weight, size) in zip("xyz", zip(weights, sizes, strict=True), strict=False):
         prompts = tuple(Prompt(f"{name}{i}", (i + 1,), {"source": name, "n": i, "level": -i}) for i in range(size))
         parts.append(Part(name, RenderedPrompts(prompts, dropped=1), weight))
-    return PromptStream(parts, prompts_per_step=per_step, **{"seed": 0, "shuffle": True, **settings})
+    return PromptStream(parts, prompts_per_step=per_step, **(dict[str, Any](seed=0, shuffle=True) | settings))
 
 
 def test_a_mixture_gives_every_source_its_share_at_any_time():
@@ -210,11 +210,11 @@ def test_a_mixture_can_be_asked_for_any_step(curriculum: str | None):
 
 
 def test_the_digest_is_of_everything_that_decides_the_order():
-    settings = [
+    settings: list[dict[str, Any]] = [
         {}, {"seed": 1}, {"shuffle": False}, {"per_step": 2}, {"curriculum": "level"},
         {"weights": [1, 2]}, {"sizes": [70, 31]},
     ]  # fmt: skip
-    digests = [mixed(**{"weights": [2, 1], "sizes": [70, 30], **changed}).digest for changed in settings]
+    digests = [mixed(**(dict[str, Any](weights=[2, 1], sizes=[70, 30]) | changed)).digest for changed in settings]
     assert len(set(digests)) == len(digests)
     assert mixed([2, 1], [70, 30]).digest == digests[0]
 

@@ -37,7 +37,7 @@ def policy(checkpoint: Path, dtype: str = "float32") -> nnx.Module:
 def engine_options(**changed: Any) -> EngineOptions:
     """The options of a run without settings on a CPU, but for 8 rows of CONTEXT tokens, and as changed."""
     options = EngineOptions.from_config(RunConfig(), [1], replicas=1, platform="cpu")
-    return replace(options, **({"context_tokens": CONTEXT, "max_running_requests": 8} | changed))
+    return replace(options, **(dict[str, Any](context_tokens=CONTEXT, max_running_requests=8) | changed))
 
 
 def build_engine(checkpoint: Path, model: nnx.Module | None = None, tensor: int = 1, **options: Any) -> Engine:

@@ -81,7 +81,7 @@ def test_completions_and_experts_reach_every_host_in_pieces_of_one_size(
             -rng.random(n).astype(np.float32) * np.float32(1e-7),
             "length" if n == 5 else "stop",
             int(n) * 100,
-            layout and rng.integers(0, experts or 0, (len(r.token_ids) + n - 1, 3, 5)).astype(layout.dtype),
+            rng.integers(0, experts or 0, (len(r.token_ids) + n - 1, 3, 5)).astype(layout.dtype) if layout else None,
             np.arange(n, dtype=np.int32) + 7 if kept else None,
         )
         for r, n in zip(asked, lengths, strict=True)

@@ -77,7 +77,7 @@ def test_every_token_gets_its_experts(devices: int, crowded: bool) -> None:
 # --- the experts that served each token -------------------------------------------------------------------------------
 
 
-SMALL = {"batch_paddings": (8,), "prefill_tokens": 64, "return_experts": True}
+SMALL: dict[str, Any] = {"batch_paddings": (8,), "prefill_tokens": 64, "return_experts": True}
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ class BrokenEngine(ScriptedEngine):
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf, 0.5])
 def test_an_engine_whose_log_probabilities_cannot_be_ends_the_run(value: float) -> None:
-    sampler = Sampler(BrokenEngine(value), CountingTokenizer(), RolloutSection(), PAIRS, 0)  # type: ignore[arg-type]
+    sampler = Sampler(BrokenEngine(value), CountingTokenizer(), RolloutSection(), PAIRS, 0)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(NonFiniteError) as caught:
         sampler.rollout(PromptBatch(7, PROMPTS))
     assert str(caught.value).startswith(

@@ -51,7 +51,7 @@ def scripted() -> ScriptedConversations:
 
 
 def ids(wave: Mapping[int, Request | None]) -> dict[int, tuple[int, ...] | None]:
-    return {row: request and request.token_ids for row, request in wave.items()}
+    return {row: None if request is None else request.token_ids for row, request in wave.items()}
 
 
 def test_rows_come_back_in_order_when_they_are_due() -> None:
@@ -138,9 +138,8 @@ def begun(hosts: Hosts) -> TurnScheduler:
 
 def test_each_host_has_places_for_its_own_rows() -> None:
     """Rows 0 and 1 are this host's, with a place each; row 2 of the other one needs none, and row 3 waits for row 1."""
-    others = [
-        lambda mine, found=found: WAVE.dump_json((WAVE.validate_json(mine)[0], found)) for found in ({2: None}, {}, {})
-    ]
+    founds: tuple[dict[int, Any], ...] = ({2: None}, {}, {})
+    others = [lambda mine, found=found: WAVE.dump_json((WAVE.validate_json(mine)[0], found)) for found in founds]
     conversations, hosts = scripted(), Answering(others)
     conversations.unplaced = SCRIPTS[2]
     waves = TurnScheduler(conversations, Limits(tool_steps=1, places=1), host_of=lambda row: row // 2, partners=hosts)

@@ -138,7 +138,7 @@ class Device:
         """Every page of the pool is free, or belongs to one page of the scheduler."""
         if self.windows is not None:
             taken = self.windows.page_of[self.windows.page_of > 0]
-            assert sorted([*taken, *self.windows._free]) == list(range(1, self.windows.window_pages + 1))
+            assert np.sort([*taken, *self.windows._free]).tolist() == list(range(1, self.windows.window_pages + 1))
 
     def _prefill(self, inputs: StepInputs) -> StepOutput:
         tokens, rows = np.zeros(len(inputs.seq_lens), np.int32), np.flatnonzero(inputs.seq_lens)

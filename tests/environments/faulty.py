@@ -10,14 +10,14 @@ import struct
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 
 def raises() -> Any:
     raise KeyError("nothing there")
 
 
-def hangs() -> Any:
+def hangs() -> NoReturn:
     while True:
         pass
 

@@ -86,7 +86,7 @@ class Async:
         """
         return "x" * size
 
-    async def resist(self) -> str:
+    async def resist(self) -> str:  # pyrefly: ignore[unexpected-never]
         """Wait, and not be cancelled."""
         while True:
             try:

@@ -77,10 +77,8 @@ def build(family: Family, chat_template: str | None) -> PreTrainedTokenizerFast:
     for left, right in MERGES:
         vocabulary[left + right] = len(vocabulary)
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(  # pyright: ignore[reportAttributeAccessIssue]
-        add_prefix_space=False, use_regex=False
-    )
-    core.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(family.special))
     core.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in family.tags])
     result = PreTrainedTokenizerFast(

@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false
 """A conversation's tokens, worked out by hand: what was sampled stays as it was, and only grows."""
 
 from collections.abc import Sequence
@@ -55,16 +54,15 @@ class ChatFormat:
         return f"{text[: most - 1]}~" if most else ""
 
 
-def conversation(
-    chat_format: ChatFormat | None = None, takes: str = "calls", most: int = 20, **settings: Any
-) -> Conversation:
+def conversation(chat_format: ChatFormat | None = None, takes: str = "calls", most: int = 20, **settings: Any) -> Any:
+    """A `Conversation`; as Any, because every answer of it may be None."""
     request = Request(PROMPT.token_ids, SamplingParams(most, temperature=0.5), KEY)
     section = EnvironmentSection(name="x", **settings)
     loaded = LoadedEnvironment("x", "x.py:X", takes)
-    return Conversation(Start(PROMPT, request, loaded, chat_format or ChatFormat(), section, max_prompt_tokens=6))  # pyright: ignore[reportArgumentType]
+    return Conversation(Start(PROMPT, request, loaded, chat_format or ChatFormat(), section, max_prompt_tokens=6))  # pyrefly: ignore[bad-argument-type]
 
 
-def begun(chat_format: ChatFormat | None = None, **settings: Any) -> Conversation:
+def begun(chat_format: ChatFormat | None = None, **settings: Any) -> Any:
     """A conversation whose reset gave nothing."""
     talk = conversation(chat_format, **settings)
     talk.first(Answered(()))

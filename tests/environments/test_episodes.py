@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false
 """All conversations of a batch: what each environment is asked, when the engine may go on, and how failures end."""
 
 import re
@@ -22,7 +21,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
-        self.replies: dict[int, list[Reply]] = {}
+        self.replies: dict[int, list[Any]] = {}
 
     def start(self, key: int, name: str, columns: Mapping[str, Any], seed: int) -> None:
         self.asked.append(("start", key, name, dict(columns), seed))
@@ -49,7 +48,7 @@ class Pool:
 def environments(pool: Pool, names: tuple[str, ...] = ("",), most: int = 6, **settings: Any) -> Environments:
     loaded = {name: LoadedEnvironment(name or "Game", f"{name}.py:Game", "calls") for name in names}
     section = EnvironmentSection(name="x", **settings)
-    return Environments(loaded, dict.fromkeys(names, ChatFormat()), pool, section, most)  # pyright: ignore[reportArgumentType]
+    return Environments(loaded, dict.fromkeys(names, ChatFormat()), pool, section, most)  # pyrefly: ignore[bad-argument-type]
 
 
 def opened(pool: Pool, rows: int = 1, **more: Any) -> Episodes:
@@ -75,7 +74,7 @@ def test_a_row_goes_to_and_fro() -> None:
     assert not episodes.ready(0)
     pool.replies[0] = [Answered(())]
     assert episodes.ready(0)
-    first = episodes.next(0)
+    first: Any = episodes.next(0)
     assert first.token_ids == (1, 2, 3)
     assert not episodes.ready(0)  # it is the policy's turn
     episodes.ended(0, sampled(100))
@@ -135,7 +134,7 @@ def test_a_failure_ends_its_conversation_alone(
         episodes.ended(row, sampled(100))
     pool.replies[0], pool.replies[1] = [Failure("late", "did not answer in 1 s")], [tool("x")]
     assert episodes.next(0) is None
-    failed = episodes.result(0).episode
+    failed: Any = episodes.result(0).episode
     assert failed.failure == Failure("late", "did not answer in 1 s", reward=worth)
     assert episodes.next(1) is not None
     [told] = caplog.messages
@@ -195,7 +194,7 @@ def test_a_reward_too_many_is_a_failure() -> None:
     episodes = acting(pool, turn=9, on_error="skip")
     pool.replies[0] = [Ended(turn_rewards=(0.5, 0.5))]
     assert episodes.next(0) is None
-    failed = episodes.result(0).episode
+    failed: Any = episodes.result(0).episode
     assert (failed.ending, failed.failure.kind) == ("failed", "wrong")
     assert pool.asked[-1] == ("end", 0)  # its process is free already
 
@@ -207,7 +206,7 @@ def test_a_first_prompt_that_is_too_long_is_a_failure() -> None:
     pool.replies[0] = [Answered(({"role": "user", "content": "ab"},))]
     assert episodes.next(0) is None
     assert pool.asked[-1] == ("drop", 0)
-    failed = episodes.result(0).episode
+    failed: Any = episodes.result(0).episode
     assert failed.failure.kind == "wrong"
     assert "at most data.max_prompt_tokens=4 tokens, got 5" in failed.failure.text
 

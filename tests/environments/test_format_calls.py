@@ -142,7 +142,7 @@ def test_what_the_templates_write_is_read_back(text: str, number: int) -> None:
     closing = {"qwen3_coder": ("</parameter>", "</function>", "</tool_call>"), "builtin": ("<|end_call|>",)}
     call = {"function": {"name": "f", "arguments": {"s": text, "i": number}}}
     messages: list[Any] = [{"role": "user", "content": "q"}]
-    spoken = {"role": "assistant", "content": "", "tool_calls": [call]}
+    spoken: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     tools: list[Any] = [tool("f", s="string", i="integer")]
     for name in ("qwen2_5", "llama3", "qwen3_coder", "llama_pythonic", "builtin"):
         if any(mark in text for mark in closing.get(name, ())):

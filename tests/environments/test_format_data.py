@@ -21,14 +21,10 @@ def sentence_pieces(*, prepend: bool) -> PreTrainedTokenizerFast:
     merges = [("\n", "\n"), ("l", "o"), ("lo", "w")]
     model = models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True)
     core = Tokenizer(model)
-    core.normalizer = normalizers.Replace(" ", "▁")  # pyright: ignore[reportAttributeAccessIssue]
+    core.normalizer = normalizers.Replace(" ", "▁")
     if prepend:
-        core.pre_tokenizer = pre_tokenizers.Metaspace(  # pyright: ignore[reportAttributeAccessIssue]
-            prepend_scheme="first", split=False
-        )
-    core.decoder = decoders.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     core.add_special_tokens(list(GEMMA))
     core.add_tokens([AddedToken("<b>", special=False, normalized=False)])
     result = PreTrainedTokenizerFast(

@@ -144,7 +144,7 @@ def test_256_conversations_at_once(pool: EnvironmentPool):
         pool.end(key)
     for key in range(256):
         end = pool.take(key)
-        assert end.reward == 1.0  # pyright: ignore[reportAttributeAccessIssue]
+        assert end.reward == 1.0
 
 
 def test_conversations_wait_for_places_in_their_order_and_never_for_ever(monkeypatch: pytest.MonkeyPatch):

@@ -73,7 +73,7 @@ class Typed:
     def points(self, a: dict[str, list[Point]]) -> str:
         return repr(a)
 
-    def mapping(self, a: dict) -> str:  # type: ignore[type-arg]
+    def mapping(self, a: dict) -> str:
         return repr(a)
 
     def own(self, a: Own) -> str:
@@ -82,7 +82,7 @@ class Typed:
     def anything(self, a: Any) -> str:
         return repr(a)
 
-    def untyped(self, a) -> str:  # type: ignore[no-untyped-def]
+    def untyped(self, a) -> str:
         return repr(a)
 
 

@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false
 """Environments of the shapes that TRL's documentation and examples show; the code is this project's own.
 
 The shapes are those of docs/source/grpo_trainer.md (a counter with and without data, several classes by a column),
@@ -218,7 +217,8 @@ class MultiEnv(WordleEnv, CatchEnv):
     """Two games, of which a column names one; the tools of the other raise."""
 
     def __init__(self):
-        self.client, self.active = None, None
+        self.client: Any = None
+        self.active = None
 
     def reset(self, **kwargs) -> str | None:
         self.active = kwargs.get("env", "wordle")

@@ -26,7 +26,7 @@ def opened(name: str, directory: Path, *settings: str, in_kernel: bool, without:
     """A notebook in a directory that looks like a clone, with the demo's config, and without some of its cells."""
     for place in ("tpu_grpo", "scripts", "configs"):
         (directory / place).symlink_to(REPOSITORY / place)
-    notebook = nbformat.read(REPOSITORY / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
+    notebook: Any = nbformat.read(REPOSITORY / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
     replaced = {
         "parameters": "\n".join(
             [
@@ -63,7 +63,7 @@ def shown(client: NotebookClient, tag: str) -> str:
     ("name", "model"), [("colab_tpu", "hf:Qwen/Qwen3-0.6B"), ("kaggle_tpu", "hf:google/gemma-3-1b-it")]
 )
 def test_its_own_settings_train_a_model_of_the_hub_on_gsm8k(name: str, model: str) -> None:
-    notebook = nbformat.read(REPOSITORY / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
+    notebook: Any = nbformat.read(REPOSITORY / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
     cells = [c for c in notebook.cells if {"parameters", "rewards"} & set(c.metadata.get("tags", []))]
     said: dict[str, Any] = {}
     exec("\n".join(cell.source for cell in cells), said)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -121,7 +121,7 @@ class Kubernetes:
         for variable in container["env"]:
             if "valueFrom" in variable:
                 path = variable["valueFrom"]["fieldRef"]["fieldPath"]
-                found[variable["name"]] = annotations[re.fullmatch(r"metadata\.annotations\['(.*)'\]", path)[1]]  # type: ignore[index]
+                found[variable["name"]] = annotations[re.fullmatch(r"metadata\.annotations\['(.*)'\]", path)[1]]
             else:
                 found[variable["name"]] = expanded(variable["value"], found)
         return found
@@ -212,7 +212,7 @@ class Kubernetes:
             print(json.dumps(found))
         return 0
 
-    def _watch(self, output: str) -> int:
+    def _watch(self, output: str) -> NoReturn:
         """Print a line for every pod, and again when its container ends."""
         assert output == (
             "jsonpath={.metadata.name} {.status.containerStatuses[?(@.name=='tpu-grpo')].state.terminated.exitCode}"

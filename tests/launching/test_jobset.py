@@ -45,7 +45,7 @@ def test_a_dry_run_prints_the_manifest(words: str, told: str, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert "s3cret" not in out + err
     manifest, config = yaml.safe_load_all(out)
-    assert config["data"]["config.yaml"] == (REPOSITORY / re.search(r"configs/\S+", words)[0]).read_text()  # type: ignore[index]
+    assert config["data"]["config.yaml"] == (REPOSITORY / re.search(r"configs/\S+", words)[0]).read_text()  # pyrefly: ignore[unsupported-operation]
     compare(MANIFESTS, words, told, out.partition("---\n")[0].rstrip("\n"))
     assert {item["kind"] for item in (manifest, config)} == {"JobSet", "ConfigMap"}
 

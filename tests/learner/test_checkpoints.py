@@ -44,7 +44,7 @@ def saved_run(directory: Path, *steps: int, keep: int = 2, width: int = 64) -> R
 
 def resumed(directory: Path, step: int, **settings: Any) -> tuple[Run, Checkpoints]:
     """A run that goes on after this step, with its checkpoints, which are still open."""
-    run, checkpoints = make_run(seed=1), Checkpoints(directory, **{"keep": 2, **settings})
+    run, checkpoints = make_run(seed=1), Checkpoints(directory, **(dict[str, Any](keep=2) | settings))
     assert checkpoints.restore(run.updater, resume="auto") == step
     return run, checkpoints
 
@@ -542,7 +542,7 @@ def test_values_come_to_the_host_whole_and_are_not_kept_there(spec: PartitionSpe
     values = np.arange(24.0, dtype=np.float32).reshape(4, 6)
     array = jax.device_put(jnp.asarray(values), NamedSharding(trainer_mesh(2, 2), spec))
     np.testing.assert_array_equal(whole(array), values)
-    assert array._npy_value is None  # pyright: ignore[reportAttributeAccessIssue]
+    assert array._npy_value is None
     np.asarray(array)
     if not array.is_fully_replicated:  # of those on a CPU there is a copy already
-        assert array._npy_value is not None  # pyright: ignore[reportAttributeAccessIssue]
+        assert array._npy_value is not None

@@ -85,7 +85,7 @@ def by_hand(section: AlgorithmSection, aggregation: str) -> tuple[float, np.ndar
             "prompt-mean-token-mean": 2 * group,
         }[aggregation]
         if section.correction == "geometric":
-            kept = section.importance_floor <= np.exp((now - engine).mean()) <= section.importance_cap  # type: ignore[operator]
+            kept = section.importance_floor <= np.exp((now - engine).mean()) <= section.importance_cap
             ratios = ratios * kept
         for place, (token, one_now, one_engine) in enumerate(zip(ids, now, engine, strict=True)):
             advantage = float(ADVANTAGES[token])
@@ -199,7 +199,7 @@ def test_a_learner_compares_sampled_tokens_and_keeps_branches_together(tmp_path:
             check_mini_batches(learner, scored, logprobs)
             found = learner.logprobs([[1]] * 8, scored.rollout.completions)
             for line, completion, values in zip(found, scored.rollout.completions, logprobs, strict=True):
-                mask = np.pad(completion.sampled, (0, 6 - len(completion.token_ids)))  # type: ignore[arg-type]
+                mask = np.pad(completion.sampled, (0, 6 - len(completion.token_ids)))  # pyrefly: ignore[no-matching-overload]
                 np.testing.assert_allclose(line[mask], values, atol=2e-6)
                 assert not line[~mask].any()
         before, metrics = learner.params_digest(), learner.update(scored).metrics

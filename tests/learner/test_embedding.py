@@ -1,5 +1,6 @@
 """The gradient of an embedding's rows, by hand, and what devices exchange for it."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def test_a_row_gets_the_sum_over_all_places_of_its_token(fsdp: int, tp: int) -> 
     assert found.dtype == jnp.bfloat16
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("tp", "fsdp")), 2)
     # A device holds its part of the width for all tokens, and never the whole gradients of all.
-    sizes = [np.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"(?:bf16|f32)\[([\d,]+)\]", program)]
+    sizes = [math.prod([int(n) for n in dims.split(",")]) for dims in re.findall(r"(?:bf16|f32)\[([\d,]+)\]", program)]
     assert max(sizes) == ROWS * TOKENS * WIDTH // fsdp
 
 

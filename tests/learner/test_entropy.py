@@ -54,7 +54,7 @@ def test_a_checkpoint_holds_the_coefficient_and_the_reference(tmp_path: Path) ->
 
     def step(run: Run, mean: float) -> float:
         measured = EntropySums(jnp.float32(8 * mean), jnp.float32(8))
-        return float(run.step(entropy=measured).entropy_coefficient)  # type: ignore[arg-type]
+        return float(run.step(entropy=measured).entropy_coefficient)  # pyrefly: ignore[bad-argument-type]
 
     run, reference, checkpoints = opened(0)
     assert checkpoints.restore(run.updater, resume="auto") == 0

@@ -65,7 +65,7 @@ def test_other_meshes_keep_the_model(platform: str) -> None:
     """Two CPUs, or one TPU."""
     devices = np.array([SimpleNamespace(platform=platform)] * (2 if platform == "cpu" else 1))
     model, mesh = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), SimpleNamespace(devices=devices)
-    assert with_flat_products(model, mesh) is model  # type: ignore[arg-type]  # of a mesh, its devices are read
+    assert with_flat_products(model, mesh) is model  # pyrefly: ignore[bad-argument-type]  # of a mesh, its devices are read
 
 
 @pytest.mark.parametrize(("shape", "copied"), [((4, 8), True), ((32,), False)], ids=["rows", "flat"])

@@ -313,7 +313,7 @@ def test_rows_that_do_not_count_change_nothing_whatever_their_loss_is(bigram: An
     loss, sums, gradient = gradient_of(model, batch, settings)
     for field in ("old_logps", "rollout_logps", "reference_logps", "advantages", "importance"):
         for value in (np.inf, -np.inf, 1e30, np.nan):
-            wild = replace(idle, **{field: jnp.full_like(getattr(idle, field), value)})
+            wild = replace(idle, **dict[str, Any]({field: jnp.full_like(getattr(idle, field), value)}))
             both = jax.tree.map(lambda left, right: jnp.concatenate([left, right]), batch, wild)
             found, with_wild, slopes = gradient_of(model, both, settings)
             assert found == pytest.approx(loss, rel=1e-6), (field, value)

@@ -100,7 +100,7 @@ def test_all_updates_compare_with_the_policy_before_the_first(tmp_path: Path) ->
                 np.testing.assert_allclose(values, expected[rows[ids]], atol=2e-5, err_msg=name)
         seen.append([rows[ids] for ids, _ in completions_of(batches, "advantages")])
         mine = [rows[ids] for ids, _ in completions_of(batches, "advantages")]
-        now = model_logps(learner._updater.model, prompts, completions)  # type: ignore[arg-type]
+        now = model_logps(learner._updater.model, prompts, completions)  # pyrefly: ignore[bad-argument-type]
         ratios = np.exp(np.concatenate([now[row] - wanted["old_logps"][row] for row in mine]))
         measured = learner._update(batches)  # the policy moves on
         assert update_metrics([measured])["update/ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-5)

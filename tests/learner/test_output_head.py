@@ -447,7 +447,7 @@ def test_only_chunks_that_are_needed_are_computed(monkeypatch: Any, wanted: str,
     ],
 )
 def test_the_vocabulary_is_split_over_the_most_devices(vocab: int, fsdp: int, tp: int, axes: tuple[str, ...]) -> None:
-    assert vocab_axes(vocab, jax.sharding.AbstractMesh((fsdp, tp), ("fsdp", "tp"))) == axes  # type: ignore[arg-type]
+    assert vocab_axes(vocab, jax.sharding.AbstractMesh((fsdp, tp), ("fsdp", "tp"))) == axes  # pyrefly: ignore[bad-argument-type]
 
 
 def test_chunks_end_with_the_group_that_wants_most() -> None:

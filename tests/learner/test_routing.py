@@ -111,7 +111,7 @@ def test_rows_by_hand() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gemma4_text", marks=pytest.mark.slow)])
 def test_the_trainer_computes_what_the_reference_does_with_these_experts(family: str, tmp_path: Path) -> None:
-    experts = GEMMA4_EXPERTS if family == "gemma4_text" else {}
+    experts: dict[str, Any] = GEMMA4_EXPERTS if family == "gemma4_text" else {}
     checkpoint = write_random(family, tmp_path / "model", scale=0.3, **experts)
     config = make_config(tmp_path, {"algorithm": {"routing_replay": True}})
     learner = make_learner(config, make_mesh(1), model=load(checkpoint))

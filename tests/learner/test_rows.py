@@ -71,7 +71,7 @@ GOOD = completion([4, 5])
         ([1], completion([4] * 4), DataError, "max_new_tokens=3 tokens, got 4 in row 1"),
         ([1], completion([]), DataError, "got 0 in row 1"),
         ([1], completion([4, 5], [-0.5]), DataError, "row 1 has 2 tokens and 1; let the engine"),
-        ([1], replace(GOOD, logprobs=None), DataError, "row 1 has 2 tokens and none"),
+        ([1], replace(GOOD, logprobs=None), DataError, "row 1 has 2 tokens and none"),  # pyrefly: ignore[bad-argument-type]
         ([1], completion([4, 5], [-0.5, np.nan]), NonFiniteError, "token 1 in row 1 must be finite, got nan"),
         ([1], completion([4, 5], [-np.inf, 0]), NonFiniteError, "token 0 in row 1 must be finite, got -inf"),
     ],

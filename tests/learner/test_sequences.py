@@ -84,7 +84,7 @@ def test_two_branches_are_packed_like_two_answers_whose_tokens_are_weighed_toget
     assert taken.tolist() == [[-1, -2, 0, -3, -4, 0, 0], [-5, 0, 0, 0, 0, 0, 0]]
     counted, known = np.array([False, True]), {"reference_logps": taken}
     none = train_rows([[9], [1]], [TWO_BRANCHES, plain], np.ones(2), shape, aggregation, counted, known)[0]
-    np.testing.assert_array_equal(none.reference_logps, batch.rollout_logps)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(none.reference_logps, batch.rollout_logps)
     assert none.weights.sum() == pytest.approx(1 / 7 if aggregation == "sequence-mean-token-scale" else 1)
     assert not none.weights[none.rollout_logps != -5].any()
 

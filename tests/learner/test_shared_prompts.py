@@ -150,7 +150,7 @@ def test_shared_prompts_give_the_gradient_of_copied_ones(tmp_path: Path, case: s
     options: dict[str, Any] = {"qwen3_moe": {"num_experts_per_tok": 2}, "gemma3_text": {"sliding_window": 16}}
     path = write_random(family, tmp_path / "model", vocab=VOCAB, **options.get(family, {}))
     checkpoint, block = read_checkpoint(path), 128 if "flash" in case else None
-    settings = {"remat": "decoder" if block else "none", "flash_block": block}
+    settings: dict[str, Any] = {"remat": "decoder" if block else "none", "flash_block": block}
     model: Any = load_model(checkpoint, make_mesh(1), dtype=jnp.float32, **settings)
     kind: Any = nnx.Param
     if case == "lora":

@@ -23,7 +23,7 @@ def scored_of(totals: Sequence[Sequence[float]], ends: str) -> ScoredRollout:
     """Groups with these rewards; a letter of ``ends`` says how each completion ended: s(top), l(ength)."""
     reasons = {"s": "stop", "l": "length"}
     completions: list[Any] = [
-        Completion(np.array([5]), np.array([-1.0], np.float32), reasons[end], 0)  # type: ignore[arg-type]
+        Completion(np.array([5]), np.array([-1.0], np.float32), reasons[end], 0)  # pyrefly: ignore[bad-argument-type]
         for end in ends.replace(" ", "")
     ]
     scored = scored_group(*completions, group=len(totals[0]))

@@ -45,7 +45,7 @@ def is_trained(name: str, kind: str) -> bool:
 
 def update(learner: Learner, config: RunConfig, base: nnx.Module, *steps: int) -> None:
     for step in steps:
-        learner.update(make_scored(base, config, step))  # type: ignore[arg-type]
+        learner.update(make_scored(base, config, step))  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.full
@@ -110,9 +110,9 @@ def test_adapters_are_stepped_in_float32_beside_a_base_in_bfloat16(tmp_path: Pat
 @pytest.mark.full
 def test_the_reference_of_adapters_is_the_base_in_the_same_arrays(tmp_path: Path) -> None:
     learner, base, config = build(tmp_path, "lora", algorithm={"beta": 0.1})
-    result = learner.update(make_scored(base, config, 1))  # type: ignore[arg-type]
+    result = learner.update(make_scored(base, config, 1))  # pyrefly: ignore[bad-argument-type]
     assert result.metrics["update/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the base
-    assert learner.update(make_scored(base, config, 2)).metrics["update/kl"] > 1e-6  # type: ignore[arg-type]
+    assert learner.update(make_scored(base, config, 2)).metrics["update/kl"] > 1e-6  # pyrefly: ignore[bad-argument-type]
     held = dict(nnx.to_flat_state(learner.params()))
     reference: Any = learner._parts.reference
     reference = nnx.to_flat_state(nnx.state(reference.model, nnx.Param))
@@ -155,7 +155,7 @@ def test_the_mesh_does_not_change_the_step(tmp_path: Path) -> None:
     held = []
     for fsdp, tp in ((2, 1), (2, 2)):
         learner, base, config = build(tmp_path / f"{tp}", "lora", mesh=make_mesh(fsdp, tp))
-        learner.update(make_scored(base, config))  # type: ignore[arg-type]
+        learner.update(make_scored(base, config))  # pyrefly: ignore[bad-argument-type]
         assert learner.adapters().keys() == {name for name in flat_params(learner) if "_lora_" in name}
         held.append(learner.adapters())
     for name, value in held[0].items():

@@ -177,7 +177,7 @@ def test_the_state_is_split_as_the_parameters_are(tmp_path: Path, name: str, sec
     """On 2 x 2 devices a kernel of 128 x 256 has shards of 64 x 128, and a bias of 256 over tp has shards of 128."""
     config = linear_config(tmp_path, **with_optimizer(sections, name=name))
     run = linear_run(config, shape=(128, 256), mesh=make_mesh(2, 2))
-    shards = {
+    shards: dict[tuple[int, ...], tuple[int, ...]] = {
         (128, 256): (64, 128),
         (256,): (128,),
         (128, 4): (64, 2),  # scales of blocks of 64

@@ -95,7 +95,9 @@ def make_model(
 @cache
 def _maker(mesh: Mesh, flash_block: int | None, layers: int, remat: bool) -> Callable[..., qwen3.Qwen3]:
     """One program for all seeds and scales."""
-    flash = {"use_flash_attention": True, "flash_attention_block_size": flash_block} if flash_block else {}
+    flash: dict[str, Any] = (
+        {"use_flash_attention": True, "flash_attention_block_size": flash_block} if flash_block else {}
+    )
     config = qwen3.ModelConfig(
         num_layers=layers,
         vocab_size=VOCAB,

@@ -23,7 +23,7 @@ def logprobs(model: nnx.Module, tokens_BT: ArrayLike) -> jax.Array:
     rows, length = jnp.shape(tokens_BT)
     positions_BT = jnp.broadcast_to(jnp.arange(length), (rows, length))
     mask_BTT = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
-    logits, _ = model(jnp.asarray(tokens_BT), positions_BT, None, mask_BTT)  # pyright: ignore[reportCallIssue]
+    logits, _ = model(jnp.asarray(tokens_BT), positions_BT, None, mask_BTT)
     return jax.nn.log_softmax(logits)
 
 

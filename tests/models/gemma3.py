@@ -51,7 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(directory: Path, shape: str, **changed: Any) -> Path:
-    return write_random("gemma3_text", directory, **{"scale": 0.12, **SHAPES[shape], **changed})
+    return write_random("gemma3_text", directory, **(dict[str, Any](scale=0.12) | SHAPES[shape] | changed))
 
 
 def as_seen_with_images(directory: Path, prefix: str = "language_model.model.") -> Path:

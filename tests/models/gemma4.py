@@ -26,4 +26,4 @@ TWO_KINDS: dict[str, Any] = {"layers": 2, "layer_types": ["sliding_attention", "
 
 
 def write_shape(directory: Path, shape: str, **changed: Any) -> Path:
-    return write_random("gemma4_text", directory, **{"scale": 0.12, **SHAPES[shape], **changed})
+    return write_random("gemma4_text", directory, **(dict[str, Any](scale=0.12) | SHAPES[shape] | changed))

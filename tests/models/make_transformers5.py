@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
+import torch  # pyrefly: ignore[missing-import]
 import transformers
 from tokenizers import AddedToken
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    TokenizersBackend,  # pyright: ignore[reportAttributeAccessIssue]
+    TokenizersBackend,  # pyrefly: ignore[missing-module-attribute]
 )
 
 OUT = Path(__file__).parent / "transformers5"

@@ -70,7 +70,7 @@ def write_random(
     Returns ``directory``, created if need be.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    config = {
+    config: dict[str, Any] = {
         "model_type": model_type,
         "vocab_size": vocab,
         "hidden_size": hidden,

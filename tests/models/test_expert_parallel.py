@@ -129,7 +129,7 @@ def test_tunixs_layer_on_a_mesh_gives_what_it_gives_on_a_cpu(
 
     Compared are outputs and the gradients for tokens, router and experts.
     """
-    experts = GEMMA4_EXPERTS if family == "gemma4_text" else {}
+    experts: dict[str, Any] = GEMMA4_EXPERTS if family == "gemma4_text" else {}
     checkpoint, mesh = (
         read_checkpoint(write_random(family, tmp_path / "model", layers=1, **experts)),
         trainer_mesh(2, 2),

@@ -81,7 +81,7 @@ def test_bases_of_both_kinds_of_layers_come_as_transformers_5_writes_them(tmp_pa
     directory = write_shape(tmp_path, "4b")
     before = read_checkpoint(directory)
     rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000}}
-    rope["full_attention"] = {**LINEAR, "rope_theta": 1_000_000}
+    rope |= {"full_attention": {**LINEAR, "rope_theta": 1_000_000}}
     edit_config(directory, rope_parameters=rope, rope_theta=..., rope_local_base_freq=..., rope_scaling=...)
     assert read_checkpoint(directory).config == before.config
     edit_config(directory, rope_theta=5e5)

@@ -314,4 +314,4 @@ def test_other_or_broken_adapters_are_refused(
     damaged = Path(shutil.copytree(directory, tmp_path / "adapters"))
     damage(damaged)
     with pytest.raises(CheckpointError, match=expected):
-        load_adapters(model, LoraSection(**{"rank": 2, "path": damaged, **settings}), checkpoint)
+        load_adapters(model, LoraSection(**(dict[str, Any](rank=2, path=damaged) | settings)), checkpoint)

@@ -64,7 +64,7 @@ def base_of(folder: Path) -> Path:
 
 
 def section_of(folder: Path) -> LoraSection:
-    return LoraSection(**{"rank": 2, "alpha": 5, "path": folder, **APPLIED.get(folder.name, QV)})
+    return LoraSection(**(dict[str, Any](rank=2, alpha=5, path=folder) | APPLIED.get(folder.name, QV)))
 
 
 def read(folder: Path, section: LoraSection) -> dict[str, np.ndarray]:

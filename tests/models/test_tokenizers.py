@@ -93,7 +93,7 @@ def tool(name: str, *parameters: str) -> dict[str, object]:
 
 def test_conversation_with_a_tool() -> None:
     call = {"function": {"name": "add", "arguments": {"a": 47, "b": 38}}}
-    messages = [
+    messages: list[Any] = [
         {"role": "user", "content": "47+38="},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "85"},
@@ -119,7 +119,7 @@ def test_conversation_with_a_tool() -> None:
 )
 def test_arguments_out_of_order_are_named(arguments: dict[str, object], written: str) -> None:
     calls = [{"function": {"name": "f", "arguments": arguments}}]
-    messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    messages: list[Any] = [{"role": "assistant", "content": "", "tool_calls": calls}]
     tools: list[Any] = [tool("g", "b"), tool("f", "a", "b", "c")]
     text = build_tool_tokenizer().apply_chat_template(messages, tools=tools, tokenize=False)
     listed = "<|im_start|>toolg(b)<|im_start|>toolf(a,b,c)"
@@ -266,9 +266,9 @@ def fallback_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with byte fallback and marked spaces, as Gemma's and Llama 2's."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257, "<e>": 258}
     core = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    core.normalizer = normalizers.Replace(" ", "\u2581")  # pyright: ignore[reportAttributeAccessIssue]
+    core.normalizer = normalizers.Replace(" ", "\u2581")
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    core.decoder = decoders.Sequence(parts)  # pyright: ignore[reportAttributeAccessIssue]
+    core.decoder = decoders.Sequence(parts)
     core.add_special_tokens(["<e>"])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>")
 
@@ -334,7 +334,7 @@ def test_an_answer_cut_inside_a_character_keeps_those_before_it(name: str) -> No
     ids = [*as_bytes(tokenizer, "日本".encode()[:5]), tokenizer.eos_token_id]
     assert decode(tokenizer, ids, skip_special_tokens=True) == "日\ufffd"
     assert decode(tokenizer, ids) == "日\ufffd<|im_end|>"
-    stray = [*as_bytes(tokenizer, "日".encode() + b"\xff"), tokenizer.convert_tokens_to_ids("e")]
+    stray: list[Any] = [*as_bytes(tokenizer, "日".encode() + b"\xff"), tokenizer.convert_tokens_to_ids("e")]
     assert decode(tokenizer, stray) == "日\ufffde"
 
 

@@ -116,7 +116,7 @@ def test_qwen2_scales_positions_and_tunix_does_not(
     model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat="decoder")
     expected = reference_logprobs(directory, tokens_BT)
     np.testing.assert_allclose(compiled_logprobs(model, tokens_BT), expected, atol=5e-5, rtol=0)
-    monkeypatch.setattr(qwen2, "_generate_pos_embeddings", qwen2._generate_pos_embeddings.__wrapped__)  # pyright: ignore[reportFunctionMemberAccess]
+    monkeypatch.setattr(qwen2, "_generate_pos_embeddings", qwen2._generate_pos_embeddings.__wrapped__)  # pyrefly: ignore[missing-attribute]
     assert np.abs(compiled_logprobs(model, tokens_BT) - expected).max() > 0.02
 
 
@@ -127,7 +127,7 @@ def test_tunix_still_needs_the_repair_of_logits(tmp_path: Path, monkeypatch: pyt
     asked = jnp.ones((1, 3), int), jnp.arange(3)[None], None, jnp.tril(jnp.ones((1, 3, 3), bool))
     logits = jax.eval_shape(lambda: model(*asked)[0])
     assert (logits.shape, logits.dtype) == ((1, 3, 300), jnp.float32)
-    monkeypatch.setattr(llama3.Llama3, "__call__", llama3.Llama3.__call__.__wrapped__)  # pyright: ignore[reportFunctionMemberAccess]
+    monkeypatch.setattr(llama3.Llama3, "__call__", llama3.Llama3.__call__.__wrapped__)  # pyrefly: ignore[missing-attribute]
     assert jax.eval_shape(lambda: model(*asked)[0]).dtype == jnp.bfloat16
 
 

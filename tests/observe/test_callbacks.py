@@ -64,7 +64,7 @@ def test_a_class_gets_the_config_then_every_step_with_its_samples_and_asks_to_st
 ) -> None:
     settings = config(tmp_path, "Watcher")
     found = find_callbacks(settings.logging.callbacks)
-    [(callback, calls)] = [(one, one._make.__init__.__globals__["CALLS"]) for one in found]  # pyright: ignore
+    [(callback, calls)] = [(one, one._make.__init__.__globals__["CALLS"]) for one in found]
     assert (callback.name, calls) == (f"{watched}:Watcher", [])
     with open_log(settings, found) as log:
         log.step({"step": 1, "rewards/mean": 0.5}, scored_rollout(), ADVANTAGES)
@@ -82,7 +82,7 @@ def test_a_class_is_closed_if_another_cannot_be_made(tmp_path: Path, watched: Pa
     found = find_callbacks(settings.logging.callbacks)
     with pytest.raises(CallbackError, match="Unmade failed in its constructor"):
         open_log(settings, found)
-    assert found[0]._make.__init__.__globals__["CALLS"] == [("made", 7), "closed"]  # pyright: ignore
+    assert found[0]._make.__init__.__globals__["CALLS"] == [("made", 7), "closed"]
 
 
 def test_functions_are_called_after_the_classes(tmp_path: Path, watched: Path) -> None:
@@ -105,7 +105,7 @@ def test_what_a_callback_raises_or_returns_is_named(tmp_path: Path, watched: Pat
         CallbackError, match=f"^callback {name} failed in on_step of step 3, got ValueError: no such table;"
     ):
         RunLog([], [failing]).step({"step": 3})
-    (odd,) = find_callbacks((), on_evaluation=lambda metrics, samples: "stop")  # pyright: ignore
+    (odd,) = find_callbacks((), on_evaluation=lambda metrics, samples: "stop")  # pyrefly: ignore[bad-argument-type]
     odd.begin({})
     with pytest.raises(CallbackError, match="on_evaluation must return True to stop the run, or nothing, got 'stop'"):
         odd.call("on_evaluation", {"step": 0}, [])

@@ -170,7 +170,7 @@ def test_several_samples_by_hand() -> None:
     assert {mode: means["r"] for mode, means in found.means.items()} == pytest.approx(
         {"greedy": 1, "sampled": 1 / 4, "pass@2": 4 / 9, "pass@4": 2 / 3, "maj@2": 1 / 2, "maj@4": 1 / 3}
     )
-    assert found.estimates["maj@4"]["r"] == Estimate(pytest.approx(1 / 3), *wilson(1, 3), 3)  # type: ignore[arg-type]
+    assert found.estimates["maj@4"]["r"] == Estimate(pytest.approx(1 / 3), *wilson(1, 3), 3)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_sample_is_correct_from_a_reward_of_one_on() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyrefly: ignore[missing-module-attribute]
 
 from tpu_grpo.config.sections import LoggingSection
 from tpu_grpo.observe import trackers

@@ -19,7 +19,7 @@ RESIDENT = ResidentBytes(
 
 
 def program(stage: Stage, **figures: Any) -> CompiledProgram:
-    return CompiledProgram(**{"name": stage, "stage": stage, "seconds": 1.0, **figures})
+    return CompiledProgram(**(dict[str, Any](name=stage, stage=stage, seconds=1.0) | figures))
 
 
 def run_of(**sections: Any) -> RunConfig:

@@ -200,9 +200,9 @@ FOUR_LINKS = Generation("v0", "v0", "", 1, 2, (), "", "", CHIP)
 
 
 def sizes(**changes: Any) -> TrainerSizes:
-    base = {"fsdp": 4, "tp": 1, "layers": 3, "row_tokens": 8, "pass_tokens": 16, "layer_passes": 4, "head_passes": 4}
+    base = dict[str, Any](fsdp=4, tp=1, layers=3, row_tokens=8, pass_tokens=16, layer_passes=4, head_passes=4)
     return TrainerSizes(
-        **{**base, **changes},
+        **(base | changes),
         token=TokenCost(layers=50, head=20, attention=5),
         context=4,
         gathered_bytes=7,

@@ -69,7 +69,7 @@ def plan_of(config: RunConfig, needs: dict[str, float]) -> Plan:
     target: Any = SimpleNamespace(
         devices=range(16), slice=SimpleNamespace(devices=16), chip=SimpleNamespace(memory_bytes=100)
     )
-    memory = tuple(StageMemory(stage, "", {"work": need}) for stage, need in needs.items())  # pyright: ignore[reportArgumentType]
+    memory = tuple(StageMemory(stage, "", {"work": need}) for stage, need in needs.items())  # pyrefly: ignore[bad-argument-type]
     resident, programs = replace(RESIDENT, cache=320), (program("rollout", name="decode of 64 rows"),)
     work: Any = None
     return Plan(config, target, "", "", "", True, resident, programs, (), memory, work)
@@ -174,7 +174,7 @@ def test_alternatives_that_fit_come_first_and_the_fastest_of_them(monkeypatch: p
     found = slice_plan.alternatives(plan, 20, compiled=True, say=said.append)
     split = "meshes.layout=split"
     room = "meshes.sync_temporary_mib=2048"
-    layouts = [(), (split, "meshes.sampler.hosts=2", room), (split, "meshes.sampler.hosts=3", room)]
+    layouts: list[tuple[str, ...]] = [(), *((split, f"meshes.sampler.hosts={hosts}", room) for hosts in (2, 3))]
     layouts.append(("rollout.weights_dtype=int8", "algorithm.old_policy=trainer"))
     layouts.append(("rollout.kv_dtype=fp8", "rollout.max_running_requests=8"))
     carried = {

@@ -20,7 +20,7 @@ def score(
     reward_file: MakeFile, source: str, name: str = "f", step: int = 0, columns: Any = COLUMNS, **spec: Any
 ) -> Scores:
     path = reward_file(source)
-    reward = RewardSpec(name=f"{path}:{name}", **{"workers": 0, **spec})
+    reward = RewardSpec(name=f"{path}:{name}", **(dict[str, Any](workers=0) | spec))
     return scored(make_rollout(PROMPTS, TEXTS, columns, step=step), reward)
 
 

@@ -201,7 +201,8 @@ def test_workers_know_nothing_of_jax_and_the_accelerator(monkeypatch: pytest.Mon
 )
 def test_an_answer_of_a_worker_fits_its_batch(told: dict[str, Any]):
     batch = RewardBatch({"completion_ids": [[1, 2, 3], [4, 5, 6]]}, step=1, size=2)
-    good = {"values": [1.0, math.nan], "logged": {"n": [1.0]}, "of_tokens": [np.zeros(0), np.array([0.1, 2.0, -3.0])]}
+    good = dict[str, Any](values=[1.0, math.nan], logged={"n": [1.0]})
+    good["of_tokens"] = [np.zeros(0), np.array([0.1, 2.0, -3.0])]
     written = encode(7, Answer(**good))
     number, read = decode(written, (Answer,))
     assert (number, read.values[0], read.logged, read.fits(batch)) == (7, 1.0, {"n": [1.0]}, True)

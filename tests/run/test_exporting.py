@@ -173,7 +173,7 @@ def test_bfloat16_rounds_once_and_float32_keeps_what_bfloat16_held(
 )
 def test_a_run_in_bfloat16_leaves_as_what_was_trained(tmp_path: Path, model: dict[str, Any]) -> None:
     """Steps of 1e-6 are lost where a weight is rounded to bfloat16; the checkpoint has them."""
-    more = {"model": {"dtype": "bfloat16", **model}, "optimizer": {"learning_rate": 1e-6}}
+    more: dict[str, Any] = {"model": {"dtype": "bfloat16", **model}, "optimizer": {"learning_rate": 1e-6}}
     if "param_dtype" in model:
         more["optimizer"]["state"] = "compact"
     config = run_config(write_model(tmp_path, "qwen3", layers=1), **more, export={"dtype": "float32"})
@@ -277,7 +277,7 @@ def test_what_is_there_stays_and_what_fails_leaves_nothing(tmp_path: Path, monke
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match=rf"must go to a new directory, got {tmp_path}/there, which is there; name"):
         export_policy(config, policy, tmp_path / "there")
-    monkeypatch.setattr("tpu_grpo.run.exporting.write_settings", lambda *_: 1 / 0)
+    monkeypatch.setattr("tpu_grpo.run.exporting.write_settings", lambda *_: 1 / 0)  # pyrefly: ignore[division-by-zero]
     with pytest.raises(ZeroDivisionError):
         export_policy(config, policy, tmp_path / "out")
     left = sorted(path.name for path in tmp_path.iterdir())

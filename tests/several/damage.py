@@ -264,14 +264,12 @@ def in_children(sound: Path, scratch: Path, numbers: Sequence[int], seed: int) -
                 if outcome != "begins":
                     ended.add(number)
                     yield number, how, outcome
-                else:
-                    current = (number, how)
             status = await_end()
         if not ended and not lines.last:
             raise SystemExit(f"the child could not begin, and ended with {status}")
-        if lines.last and json.loads(lines.last)[2] == "begins":
-            ended.add(current[0])
-            yield *current, f"bad: it hung, or ended the process (status {status})"
+        if lines.last and (last := json.loads(lines.last))[2] == "begins":
+            ended.add(last[0])
+            yield last[0], last[1], f"bad: it hung, or ended the process (status {status})"
         left = [number for number in left if number not in ended]
 
 

@@ -180,7 +180,7 @@ def suffer(faults: int, seed: int, tell: Callable[[str], Any], rigs: Sequence[st
         opened: dict[str, Any] = {}
         for rig in rigs:
             if rig.startswith("reward"):
-                limits = {"timeout": TIMEOUT, "memory_gb": 1.0, "recycle": 2, "on_error": rig.split(", ")[1]}
+                limits = dict[str, Any](timeout=TIMEOUT, memory_gb=1.0, recycle=2, on_error=rig.split(", ")[1])
                 specs = [RewardSpec(name=f"{FILE}:reward", **limits), RewardSpec(name="tests.rewards.faulty:good")]
                 opened[rig] = stack.enter_context(open_rewards(specs, ["kind", "seed"]))
                 score(opened[rig], "", 0)

@@ -75,7 +75,7 @@ def version(name: str) -> None:
     from importlib import metadata
 
     original = metadata.version
-    metadata.version = lambda asked: "0.0.1" if asked == name else original(asked)
+    metadata.version = lambda distribution_name: "0.0.1" if distribution_name == name else original(distribution_name)
 
 
 # --- during the run: what hosts compute ------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def sampled_token(_: str) -> None:
 
         return sampled
 
-    Sampled.of_prefill, Sampled.of_launch = wrong(Sampled.of_prefill), wrong(Sampled.of_launch)  # type: ignore
+    Sampled.of_prefill, Sampled.of_launch = wrong(Sampled.of_prefill), wrong(Sampled.of_launch)
 
 
 @fault
@@ -105,7 +105,7 @@ def order(_: str) -> None:
     from tpu_grpo.engine.generation import Generation
 
     original = Generation.hold
-    Generation.hold = lambda self, groups: original(self, list(groups)[::-1])  # type: ignore
+    Generation.hold = lambda self, groups: original(self, list(groups)[::-1])
 
 
 @fault
@@ -122,7 +122,7 @@ def dealing(_: str) -> None:
         self._owners[group.number] = 0
         return dealt
 
-    Dealer.deal = deal  # type: ignore
+    Dealer.deal = deal
 
 
 @fault
@@ -139,7 +139,7 @@ def gathered_token(_: str) -> None:
             completions[3].token_ids[0] ^= 1
         return completions, senders
 
-    replicas.exchange_completions = gathered
+    replicas.exchange_completions = gathered  # pyrefly: ignore[bad-assignment]
 
 
 @fault
@@ -154,7 +154,7 @@ def sampler_parameter(name: str) -> None:
         calls.append(name)
         return (weights | {name: flipped(weights[name])} if len(calls) == 2 else weights), result
 
-    WeightSync.__call__ = sync  # type: ignore
+    WeightSync.__call__ = sync
 
 
 @fault
@@ -174,7 +174,7 @@ def trainer_parameter(name: str) -> None:
         installed.append(name)
         return install(self, params)
 
-    engines.SyncedEngines.install = install_flipped  # type: ignore
+    engines.SyncedEngines.install = install_flipped
 
 
 @fault
@@ -190,7 +190,7 @@ def prompts(_: str) -> None:
         moved = [position + (len(calls) > 1) for position in positions]  # the first are the probe's
         return original(self, step, moved, number)
 
-    PromptStream.at = at  # type: ignore
+    PromptStream.at = at
 
 
 @fault
@@ -198,7 +198,7 @@ def schedule(_: str) -> None:
     """Make this host's cache smaller than that of the other hosts."""
     from tpu_grpo.engine.options import EngineOptions
 
-    EngineOptions.cache_tokens = property(lambda self: 20 + 2)  # type: ignore
+    EngineOptions.cache_tokens = property(lambda self: 20 + 2)  # pyrefly: ignore[bad-assignment]
 
 
 @look
@@ -228,8 +228,8 @@ def pressure(_: str) -> None:
         counts["evicted"] += result.num_tokens_evicted
         return result
 
-    ScheduleBatch.retract_decode, RadixCache.evict = counted_retract, counted_evict  # type: ignore
-    SteppedScheduler.__init__ = optimistic  # type: ignore
+    ScheduleBatch.retract_decode, RadixCache.evict = counted_retract, counted_evict  # pyrefly: ignore[bad-assignment]
+    SteppedScheduler.__init__ = optimistic  # pyrefly: ignore[bad-assignment]
     atexit.register(lambda: print(*(f"{name} {count}" for name, count in counts.items()), flush=True))
 
 
@@ -276,7 +276,7 @@ def at_stage(stage: str, act: Callable[[], None]) -> None:
             act()
         return original(self, entered)
 
-    Watch.stage = watched  # type: ignore
+    Watch.stage = watched  # pyrefly: ignore[bad-assignment]
 
 
 def lose_in_launch(number: signal.Signals, launch: int) -> None:
@@ -290,7 +290,7 @@ def lose_in_launch(number: signal.Signals, launch: int) -> None:
             os.kill(os.getpid(), number)
         return output
 
-    SteppedScheduler._launch = launched  # type: ignore
+    SteppedScheduler._launch = launched  # pyrefly: ignore[bad-assignment]
 
 
 def lose_at_point(number: signal.Signals, point: int) -> None:
@@ -304,7 +304,7 @@ def lose_at_point(number: signal.Signals, point: int) -> None:
             os.kill(os.getpid(), number)
         return original(self, clock)
 
-    Serving._gather = gathered  # type: ignore
+    Serving._gather = gathered  # pyrefly: ignore[bad-assignment]
 
 
 @fault
@@ -322,7 +322,7 @@ def slow(seconds: str) -> None:
             sum(range(1000))
         return original(self, scored)
 
-    Learner.update = update  # type: ignore
+    Learner.update = update  # pyrefly: ignore[bad-assignment]
 
 
 # --- functions that apply to all hosts -------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def unknown_lengths(_: str) -> None:
     """Hide the lengths of earlier completions, which determine the order of groups and thereby rounding."""
     from tpu_grpo.data.prompt_draw import PromptHistory
 
-    PromptHistory.last = lambda self, name, records: [None] * len(records)  # type: ignore
+    PromptHistory.last = lambda self, name, records: [None] * len(records)
 
 
 @look
@@ -350,7 +350,7 @@ def late_weights(_: str) -> None:
         kept.append(jax.tree.map(lambda leaf: leaf.copy(), params))
         return install(self, kept[max(0, len(kept) - 2)])
 
-    SyncedEngines.install = late  # type: ignore
+    SyncedEngines.install = late
 
 
 @look
@@ -364,7 +364,7 @@ def shapes(_: str) -> None:
         print("traced rows", trainer.shape, engine.shape, mask.shape, flush=True)
         return original(trainer, engine, mask)
 
-    loss.agreement_sums = sums
+    loss.agreement_sums = sums  # pyrefly: ignore[bad-assignment]
 
 
 def flipped(array: Any) -> Any:

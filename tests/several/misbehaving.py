@@ -37,8 +37,8 @@ class Nasty:
     def _raise(self, *_: Any) -> Any:
         raise RuntimeError(f"no {self._method}")
 
-    __len__ = __float__ = __repr__ = __str__ = __iter__ = __getitem__ = __eq__ = _raise  # pyright: ignore
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __len__ = __float__ = __repr__ = __str__ = __iter__ = __getitem__ = __eq__ = _raise
+    __hash__ = None
 
 
 def _sockets() -> list[int]:
@@ -239,7 +239,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 
 def _nested(depth: int) -> Any:
     value: Any = 1.0
-    for _ in range(depth):
+    for _ in range(depth):  # pyrefly: ignore[non-convergent-recursion]
         value = [value]
     return value
 

@@ -42,7 +42,7 @@ def write_files(directory: Path, kv_heads: int = 4, model_type: str = "qwen3", *
     """Write a model, data and a reward. Paths in the config are relative, so that a host can be given other files."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_byte_tokenizer()
-    sizes = {"vocab": len(tokenizer), "kv_heads": kv_heads, "scale": 0.3}
+    sizes: dict[str, Any] = {"vocab": len(tokenizer), "kv_heads": kv_heads, "scale": 0.3}
     model = write_random(model_type, directory / "model", **(sizes | options))
     tokenizer.save_pretrained(str(model))
     edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)

@@ -127,7 +127,7 @@ def test_gemma_is_the_same_on_several_processes_and_on_halves_of_the_devices(
     tmp_path: Path, shape: dict[str, Any], dtype: str, layouts: Sequence[tuple[str, int]]
 ) -> None:
     """With windows shorter than the rows. Halves sum gradients in another order."""
-    files = write_files(tmp_path / "files", **{"model_type": "gemma4_text", "scale": 0.12, **shape})
+    files = write_files(tmp_path / "files", **(dict[str, Any](model_type="gemma4_text", scale=0.12) | shape))
     found: dict[str, list[tuple[list[str], str]]] = {"shared": [], "split": []}
     for layout, hosts in layouts:
         run_dir = tmp_path / f"{layout}{hosts}"

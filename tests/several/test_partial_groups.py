@@ -61,7 +61,7 @@ def test_a_host_that_only_samples_resumes_the_groups_of_a_checkpoint(tailed: Pat
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])
 def test_layers_that_keep_only_their_window_carry_completions_over_a_kill(tmp_path: Path, family: str) -> None:
     """Two hosts of which one is killed end as one process does; Gemma 4's model has experts."""
-    shape = {"gemma3_text": {}, "gemma4_text": SHAPES["26b"]}[family]
+    shape: dict[str, Any] = {"gemma3_text": {}, "gemma4_text": SHAPES["26b"]}[family]
     files = write_files(tmp_path / "files", model_type=family, **shape | TWO_KINDS | {"scale": 0.12})
     edit_config(files / "model", eos_token_id=[*range(10, 22)])
     tree = {name: carrying(tmp_path / name) | {"checkpoint": {"every": 1}} for name in ("one", "two")}

@@ -45,7 +45,7 @@ def test_tunix_takes_the_rows_of_a_host_for_its_own_and_we_do_not() -> None:
     with mesh, mock.patch.object(jax, "make_array_from_process_local_data", side_effect=AssertionError) as made:
         with pytest.raises(AssertionError):
             original(sharding_utils.shard_input)(rows, ("fsdp",))
-        found = sharding_utils.shard_input(rows, ("fsdp",))  # type: ignore[arg-type]
+        found = sharding_utils.shard_input(rows, ("fsdp",))  # pyrefly: ignore[bad-argument-type]
     assert made.call_count == 1
     assert found.sharding == NamedSharding(mesh, PartitionSpec("fsdp"))
     np.testing.assert_array_equal(found, rows)

@@ -38,7 +38,7 @@ def trainer_leaves(devices: list[Any], fsdp: int, tp: int, kv_heads: int) -> dic
         "k": ((HIDDEN, kv_heads, WIDTH), P("fsdp", kv_axis, None)),
         "norm": ((HIDDEN,), P()),
     }
-    leaves = {}
+    leaves: dict[str, jax.Array] = {}
     for number, name in enumerate(NAMES):
         shape, spec = layout[name.rpartition(".")[2]]
         values = np.random.default_rng(number).normal(size=shape).astype(np.float32)

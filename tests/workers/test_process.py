@@ -52,7 +52,7 @@ def test_a_worker_gets_those_secrets_of_the_environment_that_are_named(
     ours, theirs = socket.socketpair()
     with ours:
         process = WorkerProcess("import time; time.sleep(60)", theirs, tmp_path, ("MY_API_KEY",))
-        found = environment_of(psutil.Process(process._process.pid))  # pyright: ignore[reportPrivateUsage]
+        found = environment_of(psutil.Process(process._process.pid))
         process.kill()
     assert {*given} & {*found} == {"MY_API_KEY", "TOKENIZERS_PARALLELISM", "TPU_GRPO_CACHE", "MY_SETTING"}
 

@@ -43,9 +43,9 @@ def no_wall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
     program.chmod(0o700)
     monkeypatch.setattr(sandbox, "bwrap_path", lambda: program)
-    sandbox._bubblewrap.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    sandbox._bubblewrap.cache_clear()
     yield
-    sandbox._bubblewrap.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    sandbox._bubblewrap.cache_clear()
 
 
 def test_what_leaves_python_sees_no_file_of_the_machine_and_changes_none(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Gspo(Grpo):
         mean = "exp(mean_t(log(r)))"
         return f"{self.surrogate_formula('s')}; s = {f'sg({mean})*p/sg(p)' if self._per_token else mean}"
 
-    def token_losses(  # type: ignore[override]  # it also takes sequences
+    def token_losses(  # it also takes sequences
         self, logprobs_BT: PerToken, old_logprobs_BT: PerToken, advantages_BT: PerToken, sequences: Sequences
     ) -> TokenLosses:
         """Return minus the clipped surrogate, with the completion's ratio at each of its tokens."""

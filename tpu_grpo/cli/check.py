@@ -169,7 +169,7 @@ def _other_process(settings: Path, done: "list[Done]") -> dict[str, Any]:
     code = subprocess.run(**command("check", settings, "--rows", file)).returncode
     lines = [parse_json(line) for line in file.read_text().splitlines()] if file.exists() else []
     of_rows = [line for line in lines if isinstance(line, dict) and "row" in line]
-    done += [Done(**{**line, "finding": Finding(**line["finding"])}) for line in of_rows]
+    done += [Done(**(line | {"finding": Finding(**line["finding"])})) for line in of_rows]
     if lines and "found" in (last := lines[-1]):
         return last["found"]
     begun = lines[-1] if lines and isinstance(lines[-1], str) else "hosts"

@@ -33,7 +33,7 @@ DEMO_NEEDS = ("model.path", "data.path", "data.sources")
 class CommandParser(argparse.ArgumentParser):
     """Parses a command's arguments; the error for a setting written as a flag shows the correct form."""
 
-    def parse_intermixed_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def parse_intermixed_args(self, args: Sequence[str], namespace: Any = None) -> Any:
         """Parse as argparse does; exits with code 2 for a setting that is written as a flag."""
         for word, following in zip_longest(args, args[1:], fillvalue=""):
             flag, equals, value = word.partition("=")
@@ -122,7 +122,7 @@ def prepare(*, needs_hub: bool) -> None:
     if platform and "jax" in sys.modules:  # a jax that was imported before would look for a TPU
         import jax
 
-        if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        if not jax.config.jax_platforms:  # pyrefly: ignore[missing-attribute]
             jax.config.update("jax_platforms", platform)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors of the compiler are shown
     if not needs_hub:

@@ -242,12 +242,12 @@ class PromptRenderer:
         for n, offered in enumerate(tools):
             alike.setdefault(id(offered), []).append(n)
         for chosen in alike.values():
-            offered = [dict(tool) for tool in tools[chosen[0]]]
+            listed: list[Any] = [dict(tool) for tool in tools[chosen[0]]]
             written: Any = self._tokenizer.apply_chat_template(
                 [conversations[n] for n in chosen],
                 tokenize=False,
                 add_generation_prompt=True,
-                **({"tools": offered} if offered else {}),
+                tools=listed or None,
                 **self.switches,
             )
             for n, text in zip(chosen, written, strict=True):

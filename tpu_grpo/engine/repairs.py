@@ -123,7 +123,7 @@ def abstract_model(
     initialise = Embed.__init__
 
     def initialise_replicated(self: Any, *args: Any, **kwargs: Any) -> None:
-        initialise(self, *args, **{**kwargs, "kernel_axes": (None, None)})
+        initialise(self, *args, **(kwargs | {"kernel_axes": (None, None)}))
 
     with (
         jax.set_mesh(mesh),

@@ -229,7 +229,7 @@ class _Tool(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """Return the tool as chat templates take it; raises RefusedError for values that JSON cannot hold."""
-        given: dict[str, Any] = self.function  # pyright: ignore[reportAssignmentType]
+        given: dict[str, Any] = self.function  # pyrefly: ignore[bad-assignment]
         function = {key: value for key, value in given.items() if key != "parameters" or value is not None}
         return {"type": "function", "function": _checked(function, f"the tool {function['name']}")}
 
@@ -342,7 +342,7 @@ class Form:
     def read(self, data: bytes) -> TurnRequest:
         """Read a request. Raises RefusedError for the first problem in the body."""
         try:
-            return self.body.model_validate_json(data).asked()  # pyright: ignore[reportAttributeAccessIssue]
+            return self.body.model_validate_json(data).asked()  # pyrefly: ignore[missing-attribute]
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or None

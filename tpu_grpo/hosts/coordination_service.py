@@ -121,7 +121,7 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
             "several hosts must meet before jax uses a device, so that it sees those of all, got a jax that has "
             "devices already; start the run first, and every run in a process of its own"
         )
-    if "cpu" in (jax.config.jax_platforms or ""):  # pyright: ignore[reportAttributeAccessIssue]
+    if "cpu" in (jax.config.jax_platforms or ""):  # pyrefly: ignore[missing-attribute]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # With asynchronous dispatch, a process with one device starts a program before the previous one has finished.
         # gloo would then use one program's data from other hosts in the other program: wrong numbers, or an abort.
@@ -213,7 +213,7 @@ def _leave_together(state: Any) -> None:
 
 def _service(coordinator: str, count: int, seconds: int) -> Any:
     """Start the service as ``jax.distributed`` does, with arguments that ``initialize`` does not pass on."""
-    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+    from jaxlib import _jax
 
     family, address, port = own_address(coordinator)
     return _jax.get_distributed_runtime_service(
@@ -227,7 +227,7 @@ def _service(coordinator: str, count: int, seconds: int) -> Any:
 
 def _client(coordinator: str, index: int, seconds: int) -> Any:
     """Make a client as ``jax.distributed`` does, with arguments that ``initialize`` does not pass on."""
-    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+    from jaxlib import _jax
 
     return _jax.get_distributed_runtime_client(
         coordinator,

@@ -50,7 +50,7 @@ def decide(condition: Condition, workers: Mapping[int, WorkerStatus], expected: 
         LaunchError: another run is running on the machine.
     """
     if condition != "ready":
-        return {"missing": "create", "gone": "recreate", "waiting": "wait"}[condition]  # type: ignore[return-value]
+        return {"missing": "create", "gone": "recreate", "waiting": "wait"}[condition]  # pyrefly: ignore[bad-return]
     states = list(workers.values())
     others = [status for status in states if not status.job.endswith(f"-{key}")]
     if busy := next((status.job for status in others if status.state == "running"), None):

@@ -57,8 +57,9 @@ class Batches:
         backend aborts when the forward passes of many micro-batches run concurrently.
         """
         batch = jax.tree.map(self._put, batch)
-        found = {"old_logps": batch.rollout_logps} if self._from_engine else {}
-        return jax.block_until_ready(replace(batch, **{**found, **self._compared(batch)}))
+        found: dict[str, Any] = {"old_logps": batch.rollout_logps} if self._from_engine else {}
+        found.update(self._compared(batch))
+        return jax.block_until_ready(replace(batch, **found))
 
     def compared(self, batch: TrainBatch) -> dict[str, PerToken]:
         """Compute the log-probabilities that the loss needs in addition to the engine's, by field name in `TrainBatch`.

@@ -100,10 +100,11 @@ class Held(NamedTuple):
     def items(self) -> dict[str, Any]:
         """Return the trees of arrays to save, by item; an item is a subdirectory of the checkpoint."""
         updates = self.updates
-        items = {MODEL: saved_part(self.model), STATE: _SavedState(updates.count, updates.optimizer, updates.kept)}
+        state = _SavedState(updates.count, updates.optimizer, updates.kept)
+        items: dict[str, Any] = {MODEL: saved_part(self.model), STATE: state}
         if updates.entropy:
             items[ENTROPY] = updates.entropy
-        return items | {item: saved_part(state) for item, state in self.frozen.items()}
+        return items | {item: saved_part(frozen) for item, frozen in self.frozen.items()}
 
     def leaves(self) -> dict[str, Any]:
         """Return the arrays whose checksums are saved, by name."""

@@ -146,7 +146,7 @@ def read_signal(
     skipped_B = np.array([skips and e is not None and e.failure is not None for e in episodes], np.bool_)
     parts = [part for part in (_scored_tokens(scored), turn_credits(rollout, environment, skipped_B)) if part]
     parts = parts if from_rewards else []
-    added: TokenValues = tuple(sum(values) for values in zip(*parts, strict=True))  # type: ignore[misc]
+    added: TokenValues = tuple(sum(values) for values in zip(*parts, strict=True))  # pyrefly: ignore[bad-assignment]
     counted_B, masked_B = ~skipped_B, None
     if masks_truncated:  # cut at rollout.max_new_tokens, or at a limit of conversations
         masked_B = np.array([completion.finish_reason == "length" for completion in completions])

@@ -221,7 +221,7 @@ class Teachers:
                 teacher.frozen.follow(stepped(), teacher.spec.update_rate)
 
 
-NO_TEACHERS: Any = Teachers((), None, 0)  # type: ignore[arg-type]  # nothing is run
+NO_TEACHERS: Any = Teachers((), None, 0)  # pyrefly: ignore[bad-argument-type]  # nothing is run
 
 
 def _taught_rows(spec: TeacherSpec, scored: ScoredRollout) -> list[int]:

@@ -252,7 +252,7 @@ class Updater:
         functions, whole = self._functions, self._settings.everywhere
         shapes = jax.eval_shape(functions.first_state, stepped)
         shardings: Any = UpdateState(
-            whole,  # type: ignore[arg-type]  # a sharding in the place of its array
+            whole,  # pyrefly: ignore[bad-argument-type]  # a sharding in the place of its array
             state_shardings(shapes.optimizer, stepped),
             {name: self._layout[name] for name in shapes.kept},
             jax.tree.map(lambda _: whole, shapes.entropy),
@@ -379,7 +379,7 @@ def histogram(values: Float[Array, "..."]) -> Histogram:
     edges = jnp.linspace(low - half, high + half, BUCKETS + 1)
     below = jax.lax.map(lambda edge: (values < edge).sum(), edges[1:-1])
     counts = jnp.diff(below, prepend=0, append=values.size)
-    return Histogram(edges, counts, values.sum(), jnp.square(values).sum())  # type: ignore[arg-type]  # as jax.Arrays
+    return Histogram(edges, counts, values.sum(), jnp.square(values).sum())  # pyrefly: ignore[bad-argument-type]  # as jax.Arrays
 
 
 def _as_state(model: nnx.Module, kind: Any, values: Mapping[str, Any]) -> nnx.State:

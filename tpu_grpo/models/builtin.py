@@ -331,7 +331,7 @@ def teach(
     graph, shapes = nnx.split(nnx.eval_shape(lambda: recipe.model(tokenizer)))
     params = initial_params(recipe, shapes, np.random.default_rng([seed, 0]))
     optimizer = recipe.optimizer()
-    moments = optimizer.init(params)  # pyright: ignore[reportArgumentType]  # a State is a pytree
+    moments = optimizer.init(params)  # a State is a pytree
 
     @jax.jit
     def train_step(params: nnx.State, moments: optax.OptState, batch: TeachingBatch):

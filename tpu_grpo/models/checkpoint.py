@@ -231,7 +231,7 @@ def _family_of(hf_config: Mapping[str, Any], path: Path) -> Family:
 
 def _decoder_config(hf_config: Mapping[str, Any], family: Family, path: Path) -> DecoderConfig:
     wanted = fields(family.config)
-    values = {"rope_scaling": None, **family.defaults, **hf_config}
+    values: dict[str, Any] = {"rope_scaling": None, **family.defaults, **hf_config}
     sizes: list[Any] = [values.get(name) for name in ("hidden_size", "num_attention_heads")]
     if "head_dim" not in family.defaults and values.get("head_dim") is None and all(_is_a("int", n) for n in sizes):
         values["head_dim"] = sizes[0] // sizes[1]

@@ -119,10 +119,8 @@ def _byte_tokenizer(markers: tuple[str, ...], chat_template: str) -> PreTrainedT
     vocabulary = {bytes_in_order[byte]: byte for byte in range(256)}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     # The library's type stubs declare both properties without their setters.
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(  # pyright: ignore[reportAttributeAccessIssue]
-        add_prefix_space=False, use_regex=False
-    )
-    core.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens([PAD, END, *markers])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,

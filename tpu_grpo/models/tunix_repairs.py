@@ -129,7 +129,7 @@ def _repair_models() -> None:
         wrap(module.Embedder, "decode", _float32_head)
     wrap(gemma3.Gemma3, "__init__", functools.partial(_published_layers, gemma3))
     wrap(gemma3.Gemma3, "__call__", _with_own_head)
-    gemma4.nnx = SimpleNamespace(**vars(nnx) | {"remat": _remat})
+    gemma4.nnx = SimpleNamespace(**vars(nnx) | {"remat": _remat})  # pyrefly: ignore[bad-assignment]
     wrap(gemma4.Gemma4, "__init__", _with_soft_cap_outside)
     wrap(gemma4.Gemma4, "__call__", _soft_capped)
     wrap(gemma4.Gemma4, "get_model_input", _one_token)

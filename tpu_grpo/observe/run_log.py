@@ -35,9 +35,11 @@ class Sink(Protocol):
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Receive all B rows of a step."""
+        return
 
     def close(self) -> None:
         """Finish writing; no other call follows."""
+        return
 
 
 class Tracker(Sink, Protocol):

@@ -140,7 +140,7 @@ class TensorBoardSink:
         directory.mkdir(parents=True, exist_ok=True)
         # the file's name has the time in whole seconds, which may be the same for two parts of a run
         self._file = EventsWriter(str(directory / "events"), f".{os.getpid()}.{start_step}")
-        session = self._events.SessionLog
+        session = event_pb2.SessionLog  # pyrefly: ignore[missing-attribute]  # made as it is imported
         self._log(step=start_step + 1, session_log=session(status=session.START))
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:

@@ -153,7 +153,7 @@ def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[A
         if any(values[name] is None for values in by_host):
             continue  # the reward had a problem on some host, which on_error handles
         for row, text in enumerate(witness.texts):
-            found = [repr(values[name][row]) for values in by_host]  # pyright: ignore[reportOptionalSubscript]
+            found = [repr(values[name][row]) for values in by_host]  # pyrefly: ignore[unsupported-operation]
             if len(set(found)) > 1:
                 listed = ", ".join(f"{value} on host {host}" for host, value in enumerate(found))
                 raise LockstepError(

@@ -631,4 +631,5 @@ def _describe(spec: RewardSpec, problem: Problem, batch: Sequence[int], rows: Se
             return f"{what}; no row raises on its own, so it takes several together"
         case "raised":
             return f"{what}; for {where}. Return None for rows the reward does not apply to"
-    return what if problem.row is None else f"{what} for {where}"
+        case "wrong":
+            return what if problem.row is None else f"{what} for {where}"

@@ -224,6 +224,7 @@ def taken(directory: Path, owner: Owner | None) -> ConfigError:
 
 def _lock_or_refuse(path: Path, file: int) -> Owner | None:
     """Lock the file; return the dead process that it names, or None; raise ConfigError if that process lives."""
+    owner = None
     for attempt in range(RETRIES):
         if attempt:
             time.sleep(PAUSE)

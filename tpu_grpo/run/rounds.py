@@ -77,7 +77,7 @@ class Rounds:
     def __init__(self, wanted: int):
         self._wanted = wanted
         self._rounds: list[ScoredRollout] = []
-        self._informative_N = np.zeros(0, np.bool_)
+        self._informative_N: Bool[np.ndarray, " N"] = np.zeros(0, np.bool_)
 
     def add(self, scored: ScoredRollout, informative: Bool[np.ndarray, " N"]) -> None:
         """Add a round, and whether each of its N groups is informative."""

@@ -188,7 +188,7 @@ class ServedPolicy:
     def _read(self, asked: TurnRequest) -> Request | RefusedError:
         """Convert a server's request to an engine's, or refuse it."""
         assert self._engine is not None
-        context, given = self._engine.options.context_tokens, dict(asked.sampling)
+        context, given = self._engine.options.context_tokens, dict[str, Any](asked.sampling)
         try:
             if asked.messages is not None:
                 ids = self._dialect.with_tools(json.dumps(asked.tools), context).prompt(asked.messages, context - 1)

@@ -137,7 +137,7 @@ class RolloutAdapter(BaseRollout):
         self, prompt_tokens: Int[np.ndarray, "B T_prompt"], completion_tokens: Int[np.ndarray, "B T"]
     ) -> Float[jax.Array, "B T"]:
         """Compute the trainer's log-probability, at the temperature, of every completion token, as Tunix does."""
-        rows = sharding_utils.shard_input((prompt_tokens, completion_tokens), ("fsdp",))  # type: ignore[arg-type]
+        rows = sharding_utils.shard_input((prompt_tokens, completion_tokens), ("fsdp",))  # pyrefly: ignore[bad-argument-type]
         definition, state = nnx.split(self._actor)
         found = common.compute_per_token_logps(
             definition, state, *rows, pad_id=self._pad_id, eos_id=self._eos_id, temperature=self._temperature

@@ -56,7 +56,7 @@ class EngineGrpoLearner[Config: grpo_learner.GRPOConfig](grpo_learner.GRPOLearne
         super().__init__(rl_cluster, algo_config, reward_fns, **settings)
         self._old_policy, self._cap = old_policy, importance_cap
         if old_policy == "rollout":  # spares the forward pass that num_iterations > 1 would make
-            rl_cluster.get_old_per_token_logps = lambda **_: None  # type: ignore[method-assign]
+            rl_cluster.get_old_per_token_logps = lambda **_: None  # pyrefly: ignore[bad-assignment]
         trainer = rl_cluster.actor_trainer
         passes = trainer.config.gradient_accumulation_steps or 1
         trainer.with_loss_fn(measured_loss(trainer.loss_fn, algo_config.policy_loss_fn, passes), has_aux=True)
@@ -238,7 +238,7 @@ class MeasuringTrainer(rl_trainer.Trainer):
         after = jax.lax.with_sharding_constraint(self._changing(model, optimizer), self._layout)
         nnx.update(model, after[0])
         nnx.update(optimizer, after[1])
-        return loss, {**aux, "record": step_state(optimizer).record}, norm  # type: ignore[dict-item]
+        return loss, {**aux, "record": step_state(optimizer).record}, norm  # pyrefly: ignore[invalid-argument]
 
     def _shard_optimizer(self, mesh: jax.sharding.Mesh) -> None:
         """Keep the sharding of the optimizer's state; Tunix would replicate the arrays that are not nnx variables."""

@@ -140,7 +140,7 @@ def float32_sums(optimizer: optax.GradientTransformation, steps: int) -> optax.G
 
         return jax.lax.cond(state.passes == steps - 1, step, wait)
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # pure states
+    return optax.GradientTransformation(init, update)  # pyrefly: ignore[bad-argument-type]  # pure states
 
 
 def _zeros(leaf: Any) -> Any:

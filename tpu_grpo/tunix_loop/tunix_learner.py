@@ -49,7 +49,7 @@ class TunixLearner(Learner):
     """A `Learner` whose updates are Tunix's. Raises ConfigError for what `open_tunix` refuses, and for a policy loss
     that raises or does not return a scalar and a dict."""
 
-    _parts: "TunixParts"  # type: ignore[assignment]  # has the attributes of `LearnerParts` that `Learner` uses
+    _parts: "TunixParts"  # has the attributes of `LearnerParts` that `Learner` uses
 
     @staticmethod
     def build(config: RunConfig, inputs: LearnerInputs) -> Any:
@@ -308,7 +308,7 @@ def float32_steps(
         limit = section.max_grad_norm
         scale = jnp.where(norm > limit, limit / norm, 1.0)
         meant, inner = optimizer.update({name: g * scale for name, g in wide.items()}, updates.optimizer, values)
-        kept = {name: values[name] + meant[name] for name in updates.kept}  # type: ignore[index,call-overload]
+        kept = {name: values[name] + meant[name] for name in updates.kept}  # pyrefly: ignore[bad-index]
         finite = jnp.isfinite(norm)
         after = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), UpdateState(updates.count + 1, inner, kept), updates
@@ -316,7 +316,7 @@ def float32_steps(
         moved: Values = {  # exactly the step from the model's parameter to the new value, rounded
             name: kept[name].astype(value.dtype).astype(jnp.float32) - value.astype(jnp.float32)
             if name in kept
-            else meant[name]  # type: ignore[index,call-overload]
+            else meant[name]  # pyrefly: ignore[bad-index]
             for name, value in model.items()
         }
         moved = {name: jnp.where(finite, value, 0.0) for name, value in moved.items()}
@@ -324,7 +324,7 @@ def float32_steps(
         record = UpdateRecord(norm, rate, jnp.ones(()), finite)
         return jax.tree.unflatten(jax.tree.structure(params), moved.values()), StepState(after, record)
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # pure states
+    return optax.GradientTransformation(init, update)  # pyrefly: ignore[bad-argument-type]  # pure states
 
 
 def by_dotted_name(tree: Any) -> Values:

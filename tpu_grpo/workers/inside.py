@@ -44,7 +44,7 @@ def print_by_line() -> None:
     Buffered text would be lost when the process is killed, and copied into each forked process.
     """
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # pyrefly: ignore[missing-attribute]
 
 
 def flush_output() -> None:
@@ -73,11 +73,11 @@ def start_afresh() -> None:
     ``TemporaryDirectory`` uses) and ``multiprocessing``, which records the process that registered each function.
     """
     atexit._clear()
-    for finalizer in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
+    for finalizer in weakref.finalize._registry:  # pyrefly: ignore[missing-attribute]
         finalizer.atexit = False
-    weakref.finalize._registered_with_atexit = False  # pyright: ignore[reportAttributeAccessIssue]
-    multiprocessing.process._children.clear()  # pyright: ignore[reportAttributeAccessIssue]
-    atexit.register(multiprocessing.util._exit_function)  # pyright: ignore[reportAttributeAccessIssue]
+    weakref.finalize._registered_with_atexit = False
+    multiprocessing.process._children.clear()  # pyrefly: ignore[missing-attribute]
+    atexit.register(multiprocessing.util._exit_function)  # pyrefly: ignore[missing-attribute]
 
 
 def limit_memory(memory_bytes: int) -> None:

@@ -27,13 +27,13 @@ _LONGEST = 2**26
 """The most bytes of a message, 64 MiB."""
 _ASKED = (
     *("abs", "neg", "pos", "invert", "index", "len", "iter", "next", "reversed", "bool", "str", "repr", "hash", "int"),
-    *("float", "complex", "round", "format", "getitem", "setitem", "delitem", "getattr", "setattr", "delattr"),
+    *("float", "complex", "round", "format", "getitem", "setitem", "delitem", "setattr", "delattr"),
 )
 _SUMS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: vars(operator).get(f"__{name}__") or getattr(builtins, name)
-    for name in (*_ASKED, *_SUMS, *_COMPARED, "contains", "call")
+    for name in (*_ASKED, *_SUMS, *_COMPARED, "contains", "call", "getattr")
 } | {
     "instancecheck": lambda kind, value: isinstance(value, kind),
     "subclasscheck": lambda kind, value: issubclass(value, kind),
@@ -71,6 +71,9 @@ class Proxy:
     def __init__(self, link: Link, number: int, plain: Any) -> None:
         for name, value in zip(self.__slots__, (link, number, plain, 0), strict=True):
             object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._link_.ask("getattr", (self, name))
 
     def __call__(self, *args: Any, **named: Any) -> Any:  # noqa: D102
         return ranked(self._link_.ask("call", (self, *args), named), self._rank_ - 1)

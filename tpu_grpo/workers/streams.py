@@ -47,7 +47,7 @@ def lasting(stream: TextIO | None) -> TextIO:
     if stream is None:  # it was closed before the start
         return io.StringIO()
     with suppress(AttributeError, ValueError):  # a stream of a test or a notebook, which has no encoding
-        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+        stream.reconfigure(errors="backslashreplace")  # pyrefly: ignore[missing-attribute]
     return stream if isinstance(stream, LastingStream) else cast("TextIO", LastingStream(stream))
 
 

@@ -69,7 +69,7 @@ def test_options_that_cannot_work():
         with pytest.raises(ValueError, match=message):
             PythonSandbox(**options)
     with pytest.raises(TypeError, match="code must be a text, got 5"):
-        PythonSandbox().python(5)  # pyright: ignore[reportArgumentType]
+        PythonSandbox().python(5)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_the_guide_s_config_scores_a_problem_of_gsm8k(

@@ -58,7 +58,7 @@ def test_yarns_other_settings() -> None:
     assert YarnScaling(4.0, 32, attention_factor=1.5).amplitude == 1.5
     assert YarnScaling(math.e**10, 32, mscale=1.0, mscale_all_dim=0.5).amplitude == pytest.approx(2 / 1.5)
     # base e^4, 4 pairs, 2 pi e positions: pair i turns e^(1 - i) times, so that 1 is pair 1 and e^-2 is pair 3
-    few = YarnScaling(2.0, 2 * math.pi * math.e, beta_fast=1.0, beta_slow=math.e**-2.5, truncate=False)  # pyright: ignore[reportArgumentType]
+    few = YarnScaling(2.0, 2 * math.pi * math.e, beta_fast=1.0, beta_slow=math.e**-2.5, truncate=False)  # pyrefly: ignore[bad-argument-type]
     np.testing.assert_allclose(few(np.ones(4), math.e**4), [1, 1, 1 - 0.5 * 0.4, 1 - 0.5 * 0.8])
     rounded = YarnScaling(2.0, few.original_max_position_embeddings, beta_fast=1.0, beta_slow=math.e**-2.5)
     np.testing.assert_allclose(rounded(np.ones(4), math.e**4), [1, 1, 1 - 0.5 / 3, 1 - 1 / 3])

@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_the_group_is_the_answer():
 
 
 def test_a_pattern_that_explodes_is_given_up():
-    logged: list[tuple[str, float]] = []
+    logged: list[Any] = []
     started = time.perf_counter()
     hostile = "a" * 50 + "b"
     assert matches_format([hostile], "(a|aa)+$", log_metric=lambda *a: logged.append(a)) == [0.0]
@@ -68,7 +69,7 @@ def test_tags_of_other_names():
     text = "<reasoning>a</reasoning><result>b</result>"
     assert think_answer([text], think="reasoning", answer="result") == [1.0]
     with pytest.raises(ValueError, match="mode must be one of soft, strict, per_tag, got 'hard'"):
-        think_answer([], mode="hard")  # type: ignore[arg-type]
+        think_answer([], mode="hard")  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="tags must be names"):
         think_answer([], think="<think>")
 

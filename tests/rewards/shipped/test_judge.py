@@ -52,7 +52,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         answer = body["messages"][-1]["content"].rpartition("A:")[2]
         message = {"role": "assistant", "content": self.server.reply.format(len(answer))}
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-        reply["choices"] = [{"index": 0, "finish_reason": "stop", "message": message}]  # type: ignore[assignment]
+        reply["choices"] = [{"index": 0, "finish_reason": "stop", "message": message}]  # pyrefly: ignore[bad-assignment]
         payload = json.dumps(reply).encode()
         self.send_response(200)
         self.send_header("content-type", "application/json")
@@ -76,7 +76,7 @@ TEXTS = ["a", "bb", "ccc", "ccc"]
 
 def score(endpoint: Endpoint, texts: list[str] = TEXTS, spec: dict[str, Any] | None = None, **options: Any) -> Scores:
     options = {"url": endpoint.url, "model": "m", "template": "Q:{prompt} {answer} A:{completion}"} | options
-    judge = RewardSpec(name="judge", options=options, **{"workers": 0, **(spec or {})})
+    judge = RewardSpec(name="judge", options=options, **(dict[str, Any](workers=0) | (spec or {})))
     return scored(make_rollout(["p"], texts, [{"answer": "x"}]), judge)
 
 
@@ -142,7 +142,7 @@ def test_the_cache_outlives_the_process(endpoint: Endpoint, tmp_path: Any):
 
 def test_limits_on_rate_and_concurrency(endpoint: Endpoint):
     endpoint.seconds = 0.05
-    texts = ["x" * n for n in range(1, 9)]
+    texts: list[str] = ["x" * n for n in range(1, 9)]
     score(endpoint, texts, concurrency=3)
     assert 1 < endpoint.most <= 3
     started = time.perf_counter()

@@ -19,7 +19,7 @@ from tests.goldens import labelled
 from tests.rewards.shipped.test_correctness import LABELLED
 from tpu_grpo.environments.shipped.puzzles import Puzzle
 from tpu_grpo.rewards.shipped.structured import countdown, json_schema, python_tests, reasoning_gym
-from tpu_grpo.workers.puzzle_scores import _EVALUATED, is_code  # pyright: ignore[reportPrivateUsage]
+from tpu_grpo.workers.puzzle_scores import _EVALUATED, is_code
 from tpu_grpo.workers.sandbox import Limits, run_tests
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -72,7 +72,7 @@ def test_puzzles_of_reasoning_gym(name: str):
         assert wrong is not None
         assert wrong < 0.5
         assert reasoning_gym(right, **entry) == 0.0  # no tag
-        assert reasoning_gym(right, **{**entry, "metadata": json.dumps(entry["metadata"])}, tag=None) == 1.0
+        assert reasoning_gym(right, **(entry | {"metadata": json.dumps(entry["metadata"])}), tag=None) == 1.0
         assert reasoning_gym(right, None, right) is None
 
 

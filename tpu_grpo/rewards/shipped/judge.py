@@ -65,7 +65,7 @@ class Judge:
         self._model, self._template, self._system, self._out_of = model, template, system, out_of
         self._key = os.environ.get(api_key_variable) or "none"
         self._connection = {"base_url": url, "max_retries": retries, "timeout": seconds}
-        self._parameters = {"temperature": 0.0, **(parameters or {})}
+        self._parameters: dict[str, Any] = {"temperature": 0.0, **(parameters or {})}
         self._concurrency = concurrency
         self._pause = 0.0 if per_minute is None else 60.0 / per_minute
         self._next = 0.0
@@ -120,7 +120,7 @@ class Judge:
             log_metric("ungraded", float(score is None))
         return score
 
-    async def _ask(self, messages: list[dict[str, str]]) -> float | None:
+    async def _ask(self, messages: list[Any]) -> float | None:
         async with self._places:
             now = time.monotonic()
             at = max(now, self._next)  # when ``per_minute`` allows the request
@@ -128,7 +128,7 @@ class Judge:
             await asyncio.sleep(at - now)
             reply = await self._client.chat.completions.create(
                 model=self._model,
-                messages=messages,  # type: ignore[arg-type]
+                messages=messages,
                 **self._parameters,
             )
         text = reply.choices[0].message.content or ""
