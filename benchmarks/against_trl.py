@@ -72,10 +72,10 @@ def follow(directory: Path, seed: int | None = None) -> None:
 
     With a seed, TRL takes only the prompts of the rollouts, and samples completions itself.
     """
-    import torch  # pyrefly: ignore[missing-import]
+    import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
+    from trl import GRPOConfig, GRPOTrainer
 
     rollouts = [json.loads(line) for line in (directory / "rollouts.jsonl").open()]
     tokenizer = AutoTokenizer.from_pretrained(directory / "ours" / "0")

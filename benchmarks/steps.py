@@ -122,11 +122,11 @@ def jax_step(name: str, options: argparse.Namespace) -> Callable[[], None]:
 
 def serve_trl(options: argparse.Namespace) -> None:
     """Train with TRL, one step for each line of stdin after the first two."""
-    import torch  # pyrefly: ignore[missing-import]
+    import torch
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
+    from trl import GRPOConfig, GRPOTrainer
 
     words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(VOCABULARY)}, unk_token="t1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -23,7 +23,7 @@ class Mlflow:
     """Logs to the server of MLFLOW_TRACKING_URI, or below the working directory."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        import mlflow  # pyrefly: ignore[missing-import]
+        import mlflow
 
         self.mlflow: Any = mlflow
         self.mlflow.set_experiment(PROJECT)
@@ -48,7 +48,7 @@ class Trackio:
     """Logs to Trackio's own files; ``trackio show`` opens them."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        import trackio  # pyrefly: ignore[missing-import]
+        import trackio
 
         self.trackio: Any = trackio
         self.trackio.init(project=PROJECT, name=config["run"]["name"], config=dict(config))

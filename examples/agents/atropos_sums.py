@@ -7,7 +7,7 @@ log-probabilities.
 import random
 from typing import Any
 
-from atroposlib.envs.base import (  # pyrefly: ignore[missing-import]
+from atroposlib.envs.base import (
     APIServerConfig,
     BaseEnv,
     BaseEnvConfig,

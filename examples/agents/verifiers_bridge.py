@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-import verifiers.v1 as vf  # pyrefly: ignore[missing-import]
+import verifiers.v1 as vf
 from pydantic import SerializeAsAny, model_validator
-from pydantic_config import cli  # pyrefly: ignore[missing-import]
-from verifiers.v1.cli.resolve import narrow_config  # pyrefly: ignore[missing-import]
+from pydantic_config import cli
+from verifiers.v1.cli.resolve import narrow_config
 
 
 class Options(vf.BaseConfig):

@@ -10,8 +10,8 @@ It suits every taskset without tools:
 from typing import Any
 
 import aiohttp
-import verifiers.v1 as vf  # pyrefly: ignore[missing-import]
-from verifiers.v1.dialects.chat import message_to_wire  # pyrefly: ignore[missing-import]
+import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
 
 __all__ = ["ChatHarness"]
 

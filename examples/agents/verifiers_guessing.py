@@ -11,7 +11,7 @@ higher for lower.
 import random
 from collections.abc import Iterator
 
-import verifiers.v1 as vf  # pyrefly: ignore[missing-import]
+import verifiers.v1 as vf
 from pydantic import Field
 
 __all__ = ["GuessingEnv", "GuessingTaskset"]

@@ -9,7 +9,7 @@ Each seat has a conversation and a reward of its own, 1 for the right sum. The b
 import random
 from collections.abc import Iterator
 
-import verifiers.v1 as vf  # pyrefly: ignore[missing-import]
+import verifiers.v1 as vf
 from pydantic import Field
 
 __all__ = ["TwoSeatsEnv", "TwoSeatsTaskset"]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch  # pyrefly: ignore[missing-import]
-from peft import LoraConfig, PeftModel, get_peft_model  # pyrefly: ignore[missing-import]
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 BASES, OUT = Path(__file__).parent / "transformers5", Path(__file__).parent / "peft_adapters"

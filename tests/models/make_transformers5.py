@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch  # pyrefly: ignore[missing-import]
+import torch
 import transformers
 from tokenizers import AddedToken
 from transformers import (

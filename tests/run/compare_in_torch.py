@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch  # pyrefly: ignore[missing-import]
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 LOADED = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -21,7 +21,7 @@ LOADED = {"dtype": torch.float32, "attn_implementation": "eager"}
 
 def load(directory: Path) -> torch.nn.Module:
     if (directory / "adapter_config.json").exists():
-        from peft import AutoPeftModelForCausalLM  # pyrefly: ignore[missing-import]
+        from peft import AutoPeftModelForCausalLM
 
         return AutoPeftModelForCausalLM.from_pretrained(directory, **LOADED)
     model = AutoModelForCausalLM.from_pretrained(directory, **LOADED)
