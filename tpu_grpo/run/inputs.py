@@ -73,9 +73,9 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
         addition("published").read_published(config.logging.against)
     if (checkpoint := read_model(config.model)) is not None:
         check_model(config, checkpoint)
-    teachers = tuple[Checkpoint | None, ...]()
+    teachers, check_teachers = tuple[Checkpoint | None, ...](), None
     if config.teachers:
-        from tpu_grpo.run.teachers import read_teachers  # most runs have none
+        from tpu_grpo.run.teachers import check_teachers, read_teachers  # most runs have none
 
         teachers = read_teachers(config.teachers, config.model, config.data, config.rollout)
     environments = load_environments(config.environment, config.every_reward)
@@ -94,12 +94,8 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
     tokenizer, tools = open_tokenizer(config.model, checkpoint), tools_of(environments)
     prompts = open_prompts(config.data, config.run.seed, tokenizer, tools)
     config = config.counted(prompts.size)
-    notes = ()
-    if config.teachers:
-        from tpu_grpo.run.teachers import check_teachers
-
-        given = {"data": config.data, "beta": config.algorithm.beta}
-        notes = check_teachers(config.teachers, teachers, tokenizer, prompts.columns, **given)
+    given = {"data": config.data, "beta": config.algorithm.beta}
+    notes = check_teachers(config.teachers, teachers, tokenizer, prompts.columns, **given) if check_teachers else ()
     rewards = rewards or _open_rewards(config.rewards, environments, prompts.columns, config.run.max_steps)
     opened = held_rewards_for if held_rewards is None else lambda _: held_rewards
     held_out = open_held_out(config.evaluation, config.data, tokenizer, environments, opened)
