@@ -42,11 +42,11 @@ LONG = re.compile(
 )
 """Files of a minute and more. They begin first, so that no worker is left alone with one at the end."""
 QUICKLY_COMPILED = re.compile(
-    r"tests/(algorithms|checking|cli/test_(evaluate|sample|serve)|engine|learner|models/(?!test_builtin)|run|test_pipeline"
-    r"|tunix_loop|weights)"
+    r"tests/(?!models/test_builtin|engine/test_(launches|replicas|sampling)|learner/test_compact|run/test_engines)"
+    r"(algorithms|checking|cli/test_(evaluate|sample|serve)|engine|learner|models|run|test_pipeline|tunix_loop)"
 )
-"""Tests that compile more than they compute, and compare within a tolerance, or bits of programs that are compiled
-alike. Those that teach a model and all commands compile as a run does."""
+"""Tests that compile more than they compute, and compare within a tolerance, or what one program gives twice. Those
+that compare bits of several programs, that teach a model, and all commands compile as a run does."""
 
 FAMILIES = re.compile(
     r"tests/(algorithms/test_(distill|objectives|penalties)|cli/test_(environment|output|plan)"
