@@ -1,11 +1,15 @@
 """Whole runs of several processes on a small random model; a test may add a fault on one host (faulty_host.py)."""
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +19,13 @@ from typing import Any
 
 from tests import quick_programs
 from tests.models.random_checkpoint import edit_config, write_random
+from tests.several.fork_server import SERVERS
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 FAULTY_HOST = Path(__file__).with_name("faulty_host.py")
+FORK_SERVER = Path(__file__).with_name("fork_server.py")
 REWARD = """
 import sys
 
@@ -108,14 +114,36 @@ def run_hosts(
     """
     config = written(tree)
     options = ["--hosts", str(hosts), "--devices-per-host", str(devices), "--grace", str(grace)]
-    options += ["--command", shlex.join([sys.executable, *(program or (str(FAULTY_HOST), fault or "none"))])]
-    command = [sys.executable, str(REPOSITORY / "scripts" / "local_hosts.py"), *options, "--", str(config), *words]
-    dropped = ("XLA_FLAGS", "NPROC")
-    environment = {k: v for k, v in os.environ.items() if k not in dropped}
-    environment |= {"PYTHONPATH": str(REPOSITORY), **quick_programs.VARIABLES}
+    starts = [] if fault.startswith("variable:") else ["-S", str(FORK_SERVER), fork_servers()]
+    host = [sys.executable, *starts, *(program or (str(FAULTY_HOST), fault or "none"))]
+    command = [sys.executable, str(REPOSITORY / "scripts" / "local_hosts.py"), *options, "--command", shlex.join(host)]
+    command += ["--", str(config), *words]
+    environment = host_variables()
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=files)
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+
+
+def host_variables() -> dict[str, str]:
+    """The environment variables of whoever starts hosts."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    return kept | {"PYTHONPATH": str(REPOSITORY), **quick_programs.VARIABLES}
+
+
+@functools.cache
+def fork_servers() -> str:
+    """Start the servers that hosts are forked from; they end with this process. Return their sockets' directory."""
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory)
+    variables = host_variables() | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    for number in range(SERVERS):
+        command = [sys.executable, str(FORK_SERVER), "serve", directory, str(number)]
+        pipe = subprocess.PIPE
+        server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=variables)
+        atexit.register(server.communicate)  # its input ends
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"listens\n"
+    return directory
 
 
 def written(tree: dict[str, Any]) -> Path:
