@@ -16,6 +16,8 @@ from nbclient import NotebookClient
 
 import tpu_grpo
 from tests import quick_programs
+from tests.models.test_builtin import TINY
+from tpu_grpo.models.builtin import builtin_checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(600)
@@ -111,7 +113,9 @@ def stop_when(client: NotebookClient, happened: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("in_kernel", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_stop_button_leaves_a_checkpoint(in_kernel: bool, tmp_path: Path) -> None:
     without = ("plan", "check", "rewards", "samples", "export")
-    client = opened("colab_tpu", tmp_path, "run.max_steps=1000", in_kernel=in_kernel, without=without)
+    model = builtin_checkpoint("addition", 0, progress=False, recipe=TINY)
+    settings = f"model.path={model}", "run.max_steps=1000"
+    client = opened("colab_tpu", tmp_path, *settings, in_kernel=in_kernel, without=without)
     run_dir = tmp_path / "runs" / "notebook"
     stop_when(client, lambda: (run_dir / "metrics.jsonl").is_file() and (run_dir / "metrics.jsonl").stat().st_size > 0)
     client.execute(env=as_a_user_has_it() | quick_programs.VARIABLES)  # all but one step compile
