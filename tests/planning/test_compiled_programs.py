@@ -55,7 +55,7 @@ pytestmark = [pytest.mark.slices, pytest.mark.timeout(1800)]  # up to half a min
 
 @pytest.fixture(
     scope="module",
-    params=["v5e-8", "v6e-8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v7x-8", "v5p-8", "v4-8"))],
+    params=["v5e-8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v6e-8", "v7x-8", "v5p-8", "v4-8"))],
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AbstractRun]:
     with open_run(request.param, tmp_path_factory.mktemp("model")) as found:
@@ -103,6 +103,11 @@ def arrays_with(columns: int, text: str) -> list[int]:
     return [math.prod(shape) for shape in set(shapes) if columns in shape]
 
 
+def kernels_of_a_pass(run: AbstractRun) -> int:
+    """Forward, again under remat, and backward: one for all on v6e, else one for queries and one for keys."""
+    return LAYERS * (3 if "v6" in run.meshes.trainer.devices.flat[0].device_kind else 4)
+
+
 def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> None:
     programs: dict[str, Any] = {name.split()[0]: Compiled(lower()) for name, _, lower in programs_to_lower(run)}
     found = {name: compiled_figures(program, FAST_COMPILE_OPTIONS) for name, program in programs.items()}
@@ -120,9 +125,7 @@ def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> 
         assert found[name]["kernels"] == LAYERS  # flash attention, for the rows of one new token or for the others
         assert found[name]["argument_bytes"] == pytest.approx(parameters + resident.cache, rel=0.02)
     gradients, step = found["gradients"], found["optimizer"]
-    backward = 1 if "v6" in run.meshes.trainer.devices.flat[0].device_kind else 2  # one for all, or queries and keys
-    # forward, again under remat, and backward; for the tokens of a segment, and for those of the prompt that it shares
-    assert gradients["kernels"] == 2 * (2 + backward) * LAYERS
+    assert gradients["kernels"] == 2 * kernels_of_a_pass(run)  # for a segment's tokens, and the prompt's that it shares
     assert gradients["argument_bytes"] == pytest.approx(3 * resident.parameters, rel=0.05)  # with their float32 sums
     assert gradients["output_bytes"] < 2**20  # sums are added to in place
     assert resident.optimizer == pytest.approx(6 * resident.parameters, rel=0.01)  # float32 copies and two moments
@@ -176,7 +179,7 @@ def test_gradients_of_slices_are_added_in_their_buffers(name: str, slices: int, 
         assert found["temporary_bytes"] < 1.1 * found["argument_bytes"]
 
 
-@pytest.mark.parametrize("name", ["v5e-16", pytest.param("v6e-16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["v6e-16", pytest.param("v5e-16", marks=pytest.mark.slow)])
 def test_a_split_by_whole_hosts_compiles(name: str, tmp_path: Path) -> None:
     """The trainer's programs on the first half of the hosts, the engine's on the second half, and the sync on all.
 
@@ -191,8 +194,9 @@ def test_a_split_by_whole_hosts_compiles(name: str, tmp_path: Path) -> None:
         run = replace(opened, engine_devices=opened.replicas[0].devices)
         assert hosts_of(run.meshes.trainer.devices.flat) == (0, 1)
         assert hosts_of(run.replicas[0].devices) == (2, 3)
-        for program, _, lower in programs_to_lower(run):
-            assert compiled_figures(lower(), FAST_COMPILE_OPTIONS)["fits"], program
+        found = {name: compiled_figures(lower(), FAST_COMPILE_OPTIONS) for name, _, lower in programs_to_lower(run)}
+        assert all(figures["fits"] for figures in found.values())
+        assert found[GRADIENTS]["kernels"] == kernels_of_a_pass(run)
         assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20
 
 
