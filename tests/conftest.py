@@ -23,18 +23,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4").strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import jax  # noqa: E402
-
-from tests import quick_programs, shapes  # noqa: E402
-
-shapes.install()  # before the package is imported
-quick_programs.install()
-
-from tpu_grpo.hosts import start  # noqa: E402
-from tpu_grpo.hosts.caching import keep_programs  # noqa: E402
-
-keep_programs(start(None, 1, 0))
-
 LONG = re.compile(
     r"tests/(several|launching/test_training|tunix_loop/test_tunix_learner|learner/test_learner"
     r"|engine/test_(families|launches|turn_scheduler)|test_pipeline|cli/test_(evaluate|dry_run|plan)"
@@ -67,6 +55,21 @@ EVERYTHING_ELSE = "(full or slices or several_hosts or browser) and not slow and
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "full":
         config.option.markexpr = EVERYTHING_ELSE
+    if hasattr(config, "workerinput") or not config.option.numprocesses:
+        prepare()  # who only hands out tests to workers needs none of it
+
+
+def prepare() -> None:
+    """Check shapes, and compile and keep programs, as described in the modules that are imported here."""
+    from tests import quick_programs, shapes
+
+    shapes.install()  # before the package is imported
+    quick_programs.install()
+
+    from tpu_grpo.hosts import start
+    from tpu_grpo.hosts.caching import keep_programs
+
+    keep_programs(start(None, 1, 0))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
@@ -79,12 +82,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("full")
     items.sort(key=lambda item: (LONG.match(item.nodeid) is None, QUICKLY_COMPILED.match(item.nodeid) is None))
     gc.freeze()  # else every full collection looks through all that is imported by now
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compilation(request: pytest.FixtureRequest) -> None:
     """Leave out what XLA's optimizations cost where that is more than they bring. jax would give a later file the
     programs that an earlier one has compiled in the other way."""
+    import jax
+
     quickly = bool(QUICKLY_COMPILED.match(request.node.nodeid))
     if jax.config.read("jax_disable_most_optimizations") != quickly:
         jax.clear_caches()
