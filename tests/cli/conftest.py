@@ -18,7 +18,7 @@ rewards: [{name: "rewards.py:ascii_share", workers: 0}, {name: exact_answer}]
 @pytest.fixture(scope="module")
 def unstarted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that holds ``run`` and ``model``."""
-    files = write_files(tmp_path_factory.mktemp("files"))
+    files = write_files(tmp_path_factory.mktemp("files"), layers=1)
     (files / "run").mkdir()
     (files / "run/config.yaml").write_text(CONFIG)
     return files

@@ -55,7 +55,7 @@ def test_one_step_off_is_a_shared_run_with_late_weights(
 
     Without carry, only a run that is one step off keeps complete groups that dynamic sampling did not use.
     """
-    sizes = THREE if trainers == 3 else {}
+    sizes: dict[str, Any] = THREE if trainers == 3 else {"layers": 1}
     files = write_talking_files(tmp_path / "files") if talks else write_files(tmp_path / "files", **sizes)
     data = {"path": "data.jsonl", "prompts_per_step": 3 if trainers == 3 else 4, "max_prompt_tokens": 12}
     more: dict[str, Any] = {
