@@ -26,6 +26,8 @@ from tpu_grpo.models.tokenizers import build_byte_tokenizer
 REPOSITORY = Path(__file__).parents[2]
 FAULTY_HOST = Path(__file__).with_name("faulty_host.py")
 FORK_SERVER = Path(__file__).with_name("fork_server.py")
+BEFORE_IMPORTS = "variable:", "version:"
+"""Faults of what modules read when they are imported."""
 REWARD = """
 import sys
 
@@ -114,7 +116,7 @@ def run_hosts(
     """
     config = written(tree)
     options = ["--hosts", str(hosts), "--devices-per-host", str(devices), "--grace", str(grace)]
-    starts = [] if fault.startswith("variable:") else ["-S", str(FORK_SERVER), fork_servers()]
+    starts = [] if fault.startswith(BEFORE_IMPORTS) else ["-S", str(FORK_SERVER), fork_servers()]
     host = [sys.executable, *starts, *(program or (str(FAULTY_HOST), fault or "none"))]
     command = [sys.executable, str(REPOSITORY / "scripts" / "local_hosts.py"), *options, "--command", shlex.join(host)]
     command += ["--", str(config), *words]
@@ -133,13 +135,11 @@ def host_variables() -> dict[str, str]:
 @functools.cache
 def fork_servers() -> str:
     """Start the servers that hosts are forked from; they end with this process. Return their sockets' directory."""
-    directory = tempfile.mkdtemp()
+    directory, pipe = tempfile.mkdtemp(), subprocess.PIPE
     atexit.register(shutil.rmtree, directory)
     variables = host_variables() | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    for number in range(SERVERS):
-        command = [sys.executable, str(FORK_SERVER), "serve", directory, str(number)]
-        pipe = subprocess.PIPE
-        server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=variables)
+    commands = [[sys.executable, str(FORK_SERVER), "serve", directory, str(number)] for number in range(SERVERS)]
+    for server in [subprocess.Popen(command, stdin=pipe, stdout=pipe, env=variables) for command in commands]:
         atexit.register(server.communicate)  # its input ends
         assert server.stdout is not None
         assert server.stdout.readline() == b"listens\n"
