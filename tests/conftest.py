@@ -23,6 +23,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4").strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from tests import quick_programs, shapes  # noqa: E402
+
+shapes.install()  # before the package is imported, as by the conftest.py of a room
+
 LONG = re.compile(
     r"tests/(several|launching/test_training|tunix_loop/test_tunix_learner|learner/test_learner"
     r"|engine/test_(families|launches|turn_scheduler)|test_pipeline|cli/test_(evaluate|dry_run|plan)"
@@ -55,20 +59,12 @@ EVERYTHING_ELSE = "(full or slices or several_hosts or browser) and not slow and
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "full":
         config.option.markexpr = EVERYTHING_ELSE
-    if hasattr(config, "workerinput") or not config.option.numprocesses:
-        prepare()  # who only hands out tests to workers needs none of it
-
-
-def prepare() -> None:
-    """Check shapes, and compile and keep programs, as described in the modules that are imported here."""
-    from tests import quick_programs, shapes
-
-    shapes.install()  # before the package is imported
-    quick_programs.install()
-
+    if config.option.numprocesses and not hasattr(config, "workerinput"):
+        return  # who only hands out tests to workers needs neither jax nor programs
     from tpu_grpo.hosts import start
     from tpu_grpo.hosts.caching import keep_programs
 
+    quick_programs.install()
     keep_programs(start(None, 1, 0))
 
 
@@ -82,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("full")
     items.sort(key=lambda item: (LONG.match(item.nodeid) is None, QUICKLY_COMPILED.match(item.nodeid) is None))
     gc.freeze()  # else every full collection looks through all that is imported by now
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(50_000, 20, 100)  # tracing makes much that lives on: by default, collections take 5 % of the time
 
 
 @pytest.fixture(scope="module", autouse=True)
