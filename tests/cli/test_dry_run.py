@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.test_builtin import TINY
+from tests.models.test_builtin import tiny
 from tpu_grpo.algorithms import SHIPPED as ALGORITHMS, open_algorithm
 from tpu_grpo.cli.dry_run import check
 from tpu_grpo.config import RunConfig, load_config, settings
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import Learner
-from tpu_grpo.models.builtin import builtin_checkpoint
 from tpu_grpo.observe.run_log import open_run_log
 from tpu_grpo.records.errors import (
     CallbackError,
@@ -67,7 +66,7 @@ def changed(seed: int, folder: Path) -> list[str]:
             value for kind in kinds[name].split(" | ") for value in VALUES.get(kind.split()[0], [kind])
         ]
         words.append(f"{name}={draw.choice(options)}")
-    model = builtin_checkpoint("addition", 0, progress=False, recipe=TINY)
+    model = tiny()
     return [*words[: draw.randint(1, 3)], f"model.path={model}", f"run.dir={folder}/{seed}", "run.max_steps=4"]
 
 

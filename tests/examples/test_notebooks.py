@@ -16,8 +16,7 @@ from nbclient import NotebookClient
 
 import tpu_grpo
 from tests import quick_programs
-from tests.models.test_builtin import TINY
-from tpu_grpo.models.builtin import builtin_checkpoint
+from tests.models.test_builtin import tiny
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(600)
@@ -113,7 +112,7 @@ def stop_when(client: NotebookClient, happened: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("in_kernel", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_stop_button_leaves_a_checkpoint(in_kernel: bool, tmp_path: Path) -> None:
     without = ("plan", "check", "rewards", "samples", "export")
-    model = builtin_checkpoint("addition", 0, progress=False, recipe=TINY)
+    model = tiny()
     settings = f"model.path={model}", "run.max_steps=1000"
     client = opened("colab_tpu", tmp_path, *settings, in_kernel=in_kernel, without=without)
     run_dir = tmp_path / "runs" / "notebook"

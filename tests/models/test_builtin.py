@@ -76,6 +76,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def tiny(seed: int = 0, recipe: Recipe = TINY) -> Path:
+    """The demo's model in small, hardly taught."""
     return builtin_checkpoint("addition", seed, progress=False, recipe=recipe)
 
 
