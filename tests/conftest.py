@@ -22,6 +22,7 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # jax's own cache takes a dam
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4").strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+gc.set_threshold(50_000, 20, 100)  # imports and tracing make much that lives on: by default, collections take over 5 %
 
 from tests import quick_programs, shapes  # noqa: E402
 
@@ -78,7 +79,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("full")
     items.sort(key=lambda item: (LONG.match(item.nodeid) is None, QUICKLY_COMPILED.match(item.nodeid) is None))
     gc.freeze()  # else every full collection looks through all that is imported by now
-    gc.set_threshold(50_000, 20, 100)  # tracing makes much that lives on: by default, collections take 5 % of the time
 
 
 @pytest.fixture(scope="module", autouse=True)

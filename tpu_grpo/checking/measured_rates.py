@@ -203,7 +203,7 @@ def learner(shared: Shared) -> Finding:
 
 
 def plan(shared: Shared) -> Finding:
-    """Estimate a step of the whole model with the measured rates; only the weight sync is compiled."""
+    """Estimate a step of the whole model with the measured rates; nothing is compiled."""
     rates = Rates(**{name: value for name, value in shared.rates.items() if name in Rates.__dataclass_fields__})
     known = shared.known
     with open_abstract_checkpoint(known.model) as whole:

@@ -20,6 +20,7 @@ import jax
 from tpu_grpo.hosts.caching import cache_directory
 from tpu_grpo.records.json_files import read_json, write_json
 from tpu_grpo.run.abstract import AbstractRun
+from tpu_grpo.weights.transport import Compiler
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]
 GRADIENTS, OPTIMIZER_STEP, SUM = "gradients of a micro-batch", "optimizer step", "sum of gradients over slices"
@@ -81,17 +82,42 @@ def compile_all(
     for name, stage, lower in programs:
         trainer = run.meshes.trainer if name != SUM else run.meshes.joined
         mesh: Any = run.engine.mesh if stage == "rollout" else trainer
-        lowered = lower()
-        kept = _figures_file(lowered, list(mesh.devices.flat), options)
-        if kept.exists():
-            figures = read_json(kept)
-        else:
-            say(f"compiling {name} ({run.checkpoint.config.num_hidden_layers} layers)")
-            figures = compiled_figures(lowered, options)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, figures, f".{os.getpid()}")
+        line = f"compiling {name} ({run.checkpoint.config.num_hidden_layers} layers)"
+        figures = _known_figures(lower(), list(mesh.devices.flat), options, say, line)
         compiled.append(CompiledProgram(name=name, stage=stage, **figures))
     return compiled
+
+
+def sync_compiler(say: Callable[[str], None]) -> Compiler:
+    """Return the compiler of a weight sync that will not run, whose figures are kept as those of other programs."""
+
+    def known(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> tuple[Callable[..., Any], int]:
+        figures = _known_figures(lowered, devices, {}, say, "compiling a program of the weight sync")
+        return _not_here, int(figures["temporary_bytes"])
+
+    return known
+
+
+def _not_here(*arguments: Any) -> Any:
+    raise RuntimeError("a plan's programs are for devices that are not here")
+
+
+def _known_figures(
+    lowered: jax.stages.Lowered,
+    devices: Sequence[Any],
+    options: Mapping[str, Any],
+    say: Callable[[str], None],
+    line: str,
+) -> dict[str, Any]:
+    """Return the figures of a program from the cache, or say the line and compile it."""
+    kept = _figures_file(lowered, devices, options)
+    if kept.exists():
+        return read_json(kept)
+    say(line)
+    figures = compiled_figures(lowered, options)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_json(kept, figures, f".{os.getpid()}")
+    return figures
 
 
 def _figures_file(lowered: jax.stages.Lowered, devices: Sequence[Any], options: Mapping[str, Any]) -> Path:

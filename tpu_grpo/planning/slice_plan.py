@@ -40,6 +40,7 @@ from tpu_grpo.planning.compiled_programs import (
     CompiledProgram,
     compile_all,
     programs_to_lower,
+    sync_compiler,
 )
 from tpu_grpo.planning.slices import Target, replica_devices
 from tpu_grpo.planning.stage_memory import ResidentBytes, StageMemory, resident_bytes, stage_memory
@@ -129,8 +130,9 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
         )
         check_trainer(section, checkpoint, meshes)
         devices = replica_devices(target, meshes.tensor)
-        run = AbstractRun(config, checkpoint, meshes, NO_STOP, devices, teachers=teachers)
-        say("compiling the weight sync")
+        run = AbstractRun(
+            config, checkpoint, meshes, NO_STOP, devices, teachers=teachers, sync_compiler=sync_compiler(say)
+        )
         sync_bytes = run.sync.temporary_bytes
         resident = resident_bytes(run)
         programs = _extrapolated_programs(run, say) if fast else compile_all(run, programs_to_lower(run), {}, say)

@@ -59,7 +59,7 @@ class ResidentBytes:
 
 
 def resident_bytes(run: AbstractRun) -> ResidentBytes:
-    """Add up what stays on a device between programs; compiles only the weight sync."""
+    """Add up what stays on a device between programs; compiles nothing."""
 
     def per_device(leaves: Iterable[Any]) -> int:
         return sum(bytes_per_device(leaf) for leaf in leaves)
@@ -71,7 +71,7 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
     reference = trained if run.learner.reference is not None and (own_adapters or not adapters) else 0
     teachers = list(_teacher_bytes(run, per_device, trained))
     reference += sum(size for spec, size in teachers if spec.mesh == "trainer")
-    moves, waiting = run.sync.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"]) - 1
+    moves, waiting = run.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"]) - 1
     if config.algorithm.tunix is not None:
         waiting = 0  # they wait in the host's memory
     return ResidentBytes(

@@ -360,7 +360,7 @@ class StepWork:
             rungs=run.options.shapes.batch,
             trainer=_trainer_sizes(run, resident),
             accessed_bytes={program.name: program.accessed_bytes for program in programs},
-            synced_bytes=sum(bytes_per_device(m.spec) for m in run.sync.moves if not m.frozen and not m.aliased),
+            synced_bytes=sum(bytes_per_device(m.spec) for m in run.moves if not m.frozen and not m.aliased),
             devices=len({*run.meshes.sampler_devices, *trainers.devices.flat}) // run.meshes.slices,
             summed_bytes=resident.gradients,
             forward_passes=run.learner.forward_passes,

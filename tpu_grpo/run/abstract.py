@@ -38,8 +38,9 @@ from tpu_grpo.run.inputs import builtin_task
 from tpu_grpo.run.meshes import Meshes
 from tpu_grpo.run.parts import learner_class
 from tpu_grpo.run.policies import with_adapters
-from tpu_grpo.weights.plan import named_leaves, plan_sync, shared_leaves
+from tpu_grpo.weights.plan import LeafMove, named_leaves, plan_sync, shared_leaves
 from tpu_grpo.weights.sync import WeightSync
+from tpu_grpo.weights.transport import Compiler, compiled
 
 
 @contextmanager
@@ -91,6 +92,8 @@ class AbstractRun:
     """The run's algorithm, if it is open already."""
     teachers: tuple[Checkpoint | None, ...] = ()
     """The checkpoints of the config's teachers; None for the policy of the start."""
+    sync_compiler: Compiler = compiled
+    """Compiles the programs of `sync`."""
 
     @cached_property
     def base(self) -> nnx.Module:
@@ -151,13 +154,17 @@ class AbstractRun:
         """The compiled sync of the weights from the policy to the engines."""
         config, params = self.config, parameters(self.policy)
         rules, alpha = self.checkpoint.weight_rules, config.model.lora.alpha
-        return build_weight_sync(config.meshes, alpha, rules, params, self.weight_specs)
+        specs, compiler = self.weight_specs, self.sync_compiler
+        return build_weight_sync(config.meshes, alpha, rules, params, specs, compiler=compiler)
+
+    @cached_property
+    def moves(self) -> Sequence[LeafMove]:
+        """The moves of the sync, for which nothing is compiled."""
+        params, alpha = parameters(self.policy), self.config.model.lora.alpha
+        names, frozen = named_leaves(params), frozen_leaves(params)
+        return plan_sync(self.checkpoint.weight_rules, names, self.weight_specs, lora_alpha=alpha, frozen=frozen)
 
     @property
     def shared_leaves(self) -> frozenset[str]:
-        """The `shared_leaves` of the sync, for which nothing is compiled."""
-        params, alpha = parameters(self.policy), self.config.model.lora.alpha
-        names, frozen = named_leaves(params), frozen_leaves(params)
-        return shared_leaves(
-            plan_sync(self.checkpoint.weight_rules, names, self.weight_specs, lora_alpha=alpha, frozen=frozen)
-        )
+        """The `shared_leaves` of the sync."""
+        return shared_leaves(self.moves)

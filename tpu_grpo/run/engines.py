@@ -18,6 +18,7 @@ from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.records.stages import Prompt, Request, SampleKey, SamplingParams, SyncResult
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import ALONE, CopyCheck, WeightSync
+from tpu_grpo.weights.transport import Compiler, compiled
 
 PROBE_TOKENS = 16
 """The most tokens of a completion of `Probe`."""
@@ -36,6 +37,7 @@ def build_weight_sync(
     params: nnx.State,
     target: Mapping[str, jax.ShapeDtypeStruct],
     hosts: Hosts = ALONE,
+    compiler: Compiler = compiled,
 ) -> WeightSync:
     """Compile the run's weight sync from these parameters (arrays or their specs) to the sampler's ``target``.
 
@@ -51,6 +53,7 @@ def build_weight_sync(
         lora_alpha=lora_alpha,
         frozen=frozen_leaves(params),
         hosts=hosts,
+        compiler=compiler,
     )
 
 

@@ -30,7 +30,7 @@ from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import SyncResult
 from tpu_grpo.weights.plan import LeafMove, Leaves, group_moves, plan_sync, shared_leaves
-from tpu_grpo.weights.transport import Program, compile_moves
+from tpu_grpo.weights.transport import Compiler, Program, compile_moves, compiled
 
 U32 = Annotated[int, Field(ge=0, lt=2**32)]
 """A checksum, or the position of a device in the mesh."""
@@ -135,6 +135,7 @@ class WeightSync:
         frozen: names of the trainer's leaves that no update changes.
         hosts: the processes of the run. If trainer and sampler are on different hosts, all hosts must make every call;
             a host without the trainer's devices passes specs instead of the trainer's arrays.
+        compiler: compiles the programs.
 
     Raises:
         WeightsError: if the trainer's and the sampler's leaves do not correspond.
@@ -151,8 +152,9 @@ class WeightSync:
         lora_alpha: float = 0.0,
         frozen: Collection[str] = (),
         hosts: Hosts = ALONE,
+        compiler: Compiler = compiled,
     ):
-        self._hosts = hosts
+        self._compile = functools.partial(compile_moves, hosts=hosts, compiler=compiler)
         self._plan = functools.partial(plan_sync, rules, lora_alpha=lora_alpha, frozen=frozen)
         self.moves = self._plan(source, target)
         self._temporary_limit = temporary_bytes
@@ -224,7 +226,7 @@ class WeightSync:
         target = {move.target: move.spec for move in self.moves}
         for move in self._plan(source, target):
             if move.signature not in self._single_leaf_programs:
-                self._single_leaf_programs[move.signature], _ = compile_moves([move], self._hosts)
+                self._single_leaf_programs[move.signature], _ = self._compile([move])
             yield move, self._single_leaf_programs[move.signature](_values([move], source))[0]
 
     def release(self) -> None:
@@ -258,7 +260,7 @@ class WeightSync:
     def _program(self, group: tuple[LeafMove, ...]) -> tuple[Program, int]:
         signature = _signature(group)
         if signature not in self._programs:
-            self._programs[signature] = compile_moves(group, self._hosts)
+            self._programs[signature] = self._compile(group)
         return self._programs[signature]
 
 

@@ -89,9 +89,17 @@ def result_dimension(
 
 Program = Callable[[Sequence[Array]], tuple[Array, ...]]
 """A function from the trainer's leaves of a group, move after move, to the sampler's leaves, one per move."""
+Compiler = Callable[[jax.stages.Lowered, Sequence[Any]], tuple[Callable[..., Any], int]]
+"""Compiles a lowered program for its devices; returns it, and the bytes per device of its temporary memory."""
 
 
-def compile_moves(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, int]:
+def compiled(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> tuple[Callable[..., Any], int]:
+    """Compile a program that is to run: the `Compiler` of runs."""
+    program: Any = lowered.compile()
+    return program, program.memory_analysis().temp_size_in_bytes
+
+
+def compile_moves(group: Sequence[LeafMove], hosts: Hosts, compiler: Compiler = compiled) -> tuple[Program, int]:
     """Compile the program that moves a group of leaves, between meshes on the same devices or on disjoint ones.
 
     Returns the program, and the bytes per device that it needs in addition to its arguments and results (the maximum
@@ -99,10 +107,10 @@ def compile_moves(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, int
     """
     source, target = group[0].source_specs[0], group[0].spec
     on_same_devices = named_sharding(source).device_set == named_sharding(target).device_set
-    return _compile_in_place(group) if on_same_devices else _compile_across(group, hosts)
+    return _compile_in_place(group, compiler) if on_same_devices else _compile_across(group, hosts, compiler)
 
 
-def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
+def _compile_in_place(group: Sequence[LeafMove], compiler: Compiler) -> tuple[Program, int]:
     """Compile the program of a move between meshes on the same devices; see `intermediate_sharding`."""
     intermediates = [intermediate_sharding(move.transform, move.source_specs[0], move.spec) for move in group]
 
@@ -110,19 +118,19 @@ def _compile_in_place(group: Sequence[LeafMove]) -> tuple[Program, int]:
         results = zip(_results(group, leaves), intermediates, strict=True)
         return tuple(jax.lax.with_sharding_constraint(leaf, by) if by else leaf for leaf, by in results)
 
-    compiled = _compiled(transform, [move.spec for move in group], _sources(group))
+    program, temporary = compiler(*_lowered(transform, [move.spec for move in group], _sources(group)))
     is_virtual = any(device.platform == "cpu" for device in named_sharding(group[0].spec).device_set)
 
     def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
-        moved = compiled(tuple(leaves))
+        moved = program(tuple(leaves))
         if is_virtual:  # CPU devices share threads: collectives of two programs could occupy all of them and deadlock
             jax.block_until_ready(moved)
         return moved
 
-    return run, _temporary_bytes(compiled)
+    return run, temporary
 
 
-def _compile_across(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, int]:
+def _compile_across(group: Sequence[LeafMove], hosts: Hosts, compiler: Compiler) -> tuple[Program, int]:
     """Compile the programs of a move between disjoint devices.
 
     In a run of several hosts, each host compiles the programs that use its devices; a plan, one process, compiles all.
@@ -142,16 +150,21 @@ def _compile_across(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, i
         shardings = [NamedSharding(mesh, P(*first, *entries)) for entries in pieces]
         return [Spec((*size, *m.spec.shape), m.spec.dtype, sharding=s) for m, s in zip(group, shardings, strict=True)]
 
-    send, fill, settle = None, None, None
+    def made(*parts: Any) -> Callable[..., Any]:
+        program, temporary = compiler(*_lowered(*parts))
+        used.append(temporary)
+        return program
+
+    used, send, fill, settle = list[int](), None, None, None
     stacked, arrived = specs(joined, "part"), specs(receives)
-    across = _compiled(lambda stacks: tuple(stack[0] for stack in stacks), specs(joined), tuple(stacked))
+    across = made(lambda stacks: tuple(stack[0] for stack in stacks), specs(joined), tuple(stacked))
     if hosts.count == 1 or trainer.local_devices:
         results = lambda leaves: tuple(leaf[None] for leaf in _results(group, leaves))  # noqa: E731
-        send = _compiled(results, specs(sends, None), _sources(group))
+        send = made(results, specs(sends, None), _sources(group))
     if hosts.count == 1 or sampler.local_devices:
         zeros = lambda: tuple(jnp.zeros((1, *spec.shape), spec.dtype) for spec in arrived)  # noqa: E731
-        fill = _compiled(zeros, specs(receives, None))
-        settle = _compiled(lambda leaves: leaves, [move.spec for move in group], tuple(arrived))
+        fill = made(zeros, specs(receives, None))
+        settle = made(lambda leaves: leaves, [move.spec for move in group], tuple(arrived))
 
     def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
         rows = [*([send(tuple(leaves))] if send else []), *([fill()] if fill else [])]
@@ -162,7 +175,6 @@ def _compile_across(group: Sequence[LeafMove], hosts: Hosts) -> tuple[Program, i
         received = tuple(from_shards(spec, array) for spec, array in zip(arrived, moved, strict=True))
         return jax.block_until_ready(settle(received))
 
-    used = [_temporary_bytes(program) for program in (across, send, settle) if program is not None]
     most = max(hosts.share("temporary memory of the weight sync", max(used), int))  # so that all hosts split alike
     return run, most + 2 * sum(map(bytes_per_device, arrived))  # the pieces as sent and as received
 
@@ -176,9 +188,12 @@ def _pieces(spec: Spec, unit: int) -> tuple[str | None, ...]:
     return tuple("unit" if dimension == chosen else None for dimension in range(len(spec.shape)))
 
 
-def _compiled(function: Callable[..., Any], results: Sequence[Spec], *arguments: Any) -> Any:
-    shardings = tuple(spec.sharding for spec in results)
-    return jax.jit(function, out_shardings=shardings).lower(*arguments).compile()
+def _lowered(
+    function: Callable[..., Any], results: Sequence[Spec], *arguments: Any
+) -> tuple[jax.stages.Lowered, list[Any]]:
+    """Lower a program whose results have these specs; returns it, and the devices of their mesh."""
+    shardings = tuple(named_sharding(spec) for spec in results)
+    return jax.jit(function, out_shardings=shardings).lower(*arguments), list(shardings[0].mesh.devices.flat)
 
 
 def _sources(group: Sequence[LeafMove]) -> tuple[Spec, ...]:
@@ -188,7 +203,3 @@ def _sources(group: Sequence[LeafMove]) -> tuple[Spec, ...]:
 def _results(group: Sequence[LeafMove], leaves: Sequence[Array]) -> tuple[Array, ...]:
     rest = iter(leaves)
     return tuple(move.result([next(rest) for _ in move.sources]) for move in group)
-
-
-def _temporary_bytes(compiled: Any) -> int:
-    return compiled.memory_analysis().temp_size_in_bytes
