@@ -1,5 +1,9 @@
-"""What all tests share, set before anything uses jax: four virtual CPU devices that compute as the command's do, so
-that meshes are real, and the user's cache of compiled programs and taught models, as the commands have it."""
+"""What all tests share, set before anything uses jax: four virtual CPU devices, so that meshes are real, and the user's
+cache of compiled programs and taught models, as the commands have it.
+
+Commands sum over such devices with gloo, over sockets, as several processes do. Here XLA adds up in memory, which takes
+a quarter less of a run's CPU time; what is to equal the results of several processes is computed by a command.
+"""
 
 import gc
 import os
@@ -62,11 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = EVERYTHING_ELSE
     if config.option.numprocesses and not hasattr(config, "workerinput"):
         return  # who only hands out tests to workers needs neither jax nor programs
-    from tpu_grpo.hosts import start
-    from tpu_grpo.hosts.caching import keep_programs
+    from tpu_grpo.hosts import Hosts, keep_programs
+    from tpu_grpo.hosts.joining import choose_threads
 
     quick_programs.install()
-    keep_programs(start(None, 1, 0))
+    choose_threads(1)
+    keep_programs(Hosts())
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
@@ -79,6 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("full")
     items.sort(key=lambda item: (LONG.match(item.nodeid) is None, QUICKLY_COMPILED.match(item.nodeid) is None))
     gc.freeze()  # else every full collection looks through all that is imported by now
+    for name in ("freeze", "unfreeze", "set_threshold"):  # a run would give back at its end all that is frozen here
+        setattr(gc, name, lambda *_: None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.several.runs import completed, lines, one_process, outcome, settings, train, write_files
+from tests.several.runs import completed, lines, outcome, settings, train, write_files
 from tpu_grpo.cli.dry_run import check
 from tpu_grpo.config import RunConfig, load_config, parse_config
 from tpu_grpo.records.errors import ConfigError
@@ -115,7 +115,7 @@ def test_a_run_that_replays_routing_goes_on_where_it_was_left(
 def test_experts_reach_the_trainer_of_every_host(experts: Path, tmp_path: Path) -> None:
     """Two replicas, of one host or of two, bring the trainer the same experts."""
     one, two = tmp_path / "one", tmp_path / "two"
-    one_process(experts, replaying(experts, one))
+    completed(1, 4, experts, replaying(experts, one))
     completed(2, 2, experts, replaying(experts, two))
     for run_dir in (one, two):
         assert max(m["agreement/logprob_abs_diff_max"] for m in lines(run_dir)) <= 1e-4

@@ -202,6 +202,20 @@ def schedule(_: str) -> None:
 
 
 @look
+def windows(_: str) -> None:
+    """Say when the pool of layers with a window is used."""
+    from tpu_grpo.engine.window_pages import WindowPages
+
+    take = WindowPages.take
+
+    def told(self: WindowPages, *args: Any) -> Any:
+        print("pages of windows were taken")
+        return take(self, *args)
+
+    WindowPages.take = told  # pyrefly: ignore[bad-assignment]
+
+
+@look
 def pressure(_: str) -> None:
     """Admit requests optimistically, so that memory runs out; count requests put back and cache tokens evicted."""
     import atexit

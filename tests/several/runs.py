@@ -1,7 +1,6 @@
 """Whole runs of several processes on a small random model; a test may add a fault on one host (faulty_host.py)."""
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 from tests import quick_programs
 from tests.models.random_checkpoint import edit_config, write_random
 from tests.several.fork_server import SERVERS
-from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.config import RunConfig
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -153,19 +152,6 @@ def written(tree: dict[str, Any]) -> Path:
     config = run_dir / "as_given.yaml"
     config.write_text(json.dumps(tree))
     return config
-
-
-def one_process(files: Path, tree: dict[str, Any], *words: str) -> None:
-    """Do what ``completed(1, 4, ...)`` does, in this process, which has as many devices and imports nothing anew."""
-    import jax  # commands that import this file fork before jax is there
-
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        with contextlib.chdir(files):
-            train(load_config(written(tree), words))
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def completed(hosts: int, devices: int, files: Path, tree: dict[str, Any], *words: str, **options: Any) -> Ended:

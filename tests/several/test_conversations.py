@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import completed, lines, one_process, outcome, settings
+from tests.several.runs import completed, lines, outcome, settings
 from tests.talking import AGENT_SETTINGS, SIZES, write_talking_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
@@ -26,7 +26,7 @@ def test_replicas_within_hosts_say_what_those_of_one_process_do(
 ) -> None:
     """Each host has a replica."""
     one, several, options = tmp_path / "one", tmp_path / "several", f"meshes.sampler.tensor={devices}"
-    one_process(talking, tree(one), options)
+    completed(1, 4, talking, tree(one), options)
     completed(hosts, devices, talking, tree(several), options)
     assert outcome(several) == outcome(one)
     for line, other in zip(lines(several), lines(one), strict=True):
@@ -43,7 +43,7 @@ def test_a_replica_over_hosts_says_the_same(talking: Path, tmp_path: Path) -> No
     """
     one, two = tmp_path / "one", tmp_path / "two"
     options = "meshes.sampler.tensor=4", "rollout.weights_dtype=int8", "run.max_steps=2"
-    one_process(talking, tree(one), *options)
+    completed(1, 4, talking, tree(one), *options)
     completed(2, 2, talking, tree(two), *options)
     assert outcome(one)[0] == outcome(two)[0]
 

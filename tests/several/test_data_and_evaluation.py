@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import REPOSITORY, completed, lines, one_process, run_hosts, settings
+from tests.several.runs import REPOSITORY, completed, lines, run_hosts, settings
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
@@ -52,7 +52,7 @@ def tree(run_dir: Path, **sections: Any) -> dict[str, Any]:
 def runs(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """The same run by one process and by two."""
     found = {hosts: tmp_path_factory.mktemp("run") / str(hosts) for hosts in (1, 2)}
-    one_process(sources, tree(found[1]), "rollout.steps_per_launch=1")
+    completed(1, 4, sources, tree(found[1]), "rollout.steps_per_launch=1")
     completed(2, 2, sources, tree(found[2]), "rollout.steps_per_launch=3")  # which changes nothing
     return found
 

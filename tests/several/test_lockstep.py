@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models.gemma4 import SHAPES, TWO_KINDS
-from tests.several.runs import completed, lines, one_process, outcome, settings, write_files
+from tests.several.runs import completed, lines, outcome, settings, write_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
@@ -18,7 +18,7 @@ def one_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process with four devices, and one decode step per launch."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
     options = ("run.max_steps=2", "rollout.steps_per_launch=1", "export.every=last")
-    one_process(files, settings(run_dir), *options)
+    completed(1, 4, files, settings(run_dir), *options)
     return run_dir
 
 
@@ -87,7 +87,7 @@ ADAPTERS: dict[str, Any] = {"model": {"lora": {"rank": 2}}, "checkpoint": {"ever
     ],
 )
 def test_two_processes_learn_what_one_does(files: Path, tmp_path: Path, sections: dict[str, Any]) -> None:
-    one_process(files, settings(tmp_path / "1", **sections))
+    completed(1, 4, files, settings(tmp_path / "1", **sections))
     completed(2, 2, files, settings(tmp_path / "2", **sections))
     for run_dir in (tmp_path / "1", tmp_path / "2"):
         if "checkpoint" in sections:

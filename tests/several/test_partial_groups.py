@@ -3,14 +3,12 @@
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.models.gemma4 import SHAPES, TWO_KINDS
 from tests.models.random_checkpoint import edit_config
-from tests.several.runs import SOON, completed, lines, one_process, outcome, run_hosts, settings, write_files
-from tpu_grpo.engine.window_pages import WindowPages
+from tests.several.runs import SOON, completed, lines, outcome, run_hosts, settings, write_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
 
@@ -42,7 +40,7 @@ def test_tokens_and_parameters_are_those_of_one_process(
 ) -> None:
     """A host stops its rows by the ended completions it knows of so far; with tensor 4 one replica spans both hosts."""
     one, several = tmp_path / "one", tmp_path / "several"
-    one_process(tailed, carrying(one, tensor))
+    completed(1, 4, tailed, carrying(one, tensor))
     assert any(line["partial/length_saved"] for line in lines(one))
     completed(hosts, devices, tailed, carrying(several, tensor), "hosts.check=step", timeout=800)
     assert outcome(several) == outcome(one)
@@ -66,9 +64,7 @@ def test_layers_that_keep_only_their_window_carry_completions_over_a_kill(tmp_pa
     edit_config(files / "model", eos_token_id=[*range(10, 22)])
     tree = {name: carrying(tmp_path / name) | {"checkpoint": {"every": 1}} for name in ("one", "two")}
     words = ["rollout.steps_per_launch=2"]
-    with mock.patch.object(WindowPages, "take", autospec=True, side_effect=WindowPages.take) as taken:
-        one_process(files, tree["one"], *words)
-    assert taken.called
+    assert "pages of windows were taken" in completed(1, 4, files, tree["one"], *words, fault="windows").out
     assert any(line["partial/length_saved"] and line["update/grad_norm"] for line in lines(tmp_path / "one"))
     killed = run_hosts(2, 2, files, tree["two"] | SOON, *words, fault="lost:SIGKILL,rollout of step 3")
     assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors

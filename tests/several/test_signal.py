@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import SOON, completed, lines, one_process, outcome, run_hosts, settings
+from tests.several.runs import SOON, completed, lines, outcome, run_hosts, settings
 from tests.test_pipeline_signal import DATA, LUCKY
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
@@ -28,7 +28,7 @@ def tree(run_dir: Path) -> dict[str, Any]:
 def test_two_processes_take_the_prompts_of_one_also_after_a_kill(files: Path, tmp_path: Path) -> None:
     (files / "lucky.py").write_text(LUCKY)
     one, two = tmp_path / "one", tmp_path / "two"
-    one_process(files, tree(one))
+    completed(1, 4, files, tree(one))
     killed = run_hosts(2, 2, files, tree(two) | SOON, fault="lost:SIGKILL,update of step 4")
     assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors
     assert lines(two, "history.jsonl") == lines(one, "history.jsonl")[:3]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.models.random_checkpoint import edit_config
-from tests.several.runs import SOON, completed, laid_over, lines, one_process, outcome, run_hosts, settings, write_files
+from tests.several.runs import SOON, completed, laid_over, lines, outcome, run_hosts, settings, write_files
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
 
@@ -49,7 +49,7 @@ def test_teachers_say_the_same_on_several_processes_and_after_a_kill(
 ) -> None:
     one, several = tmp_path / "one", tmp_path / "several"
     options = "run.max_steps=2", f"meshes.sampler.tensor={devices}"
-    one_process(taught, tree(one), *options)
+    completed(1, 4, taught, tree(one), *options)
     assert {"teachers/teacher/kl", "teachers/self/kl"} <= distances(one)[-1].keys()
     killed = run_hosts(hosts, devices, taught, tree(several) | SOON, *options, fault="lost:SIGKILL,update of step 2")
     assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors

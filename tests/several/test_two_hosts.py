@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.several.runs import SOON, lines, one_process, outcome, run_hosts, settings
+from tests.several.runs import SOON, completed, lines, outcome, run_hosts, settings
 
 
 @pytest.mark.timeout(600)
@@ -18,6 +18,6 @@ def test_two_hosts_end_as_one_does_after_one_of_them_was_killed(files: Path, tmp
     assert "host 0 ended with exit code 3" in killed.errors
     assert [line["step"] for line in lines(two)] == [1]
     for run_dir in (one, two):
-        one_process(files, settings(run_dir, **common))
+        completed(1, 4, files, settings(run_dir, **common))
     assert outcome(two) == outcome(one)
     assert [line["step"] for line in lines(two)] == [1, 2]
