@@ -10,6 +10,7 @@ Python hashes text otherwise in every process that is started, and no order of a
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -89,8 +90,11 @@ def forked(connection: socket.socket) -> dict[str, Any]:
 def main() -> None:
     if sys.argv[1] != "serve":
         run_as_client(sys.argv[1], sys.argv[2:])
+    gc.disable()
     for name in IMPORTED:
         import_module(name)
+    gc.freeze()  # else every collection of a host looks through what was imported, and copies its memory
+    gc.enable()
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # OpenBLAS' threads survive forks
         asked = serve("/".join(sys.argv[2:]))
     if asked is None:
