@@ -198,7 +198,7 @@ def test_with_adapters_the_reference_gets_adapters_of_its_own(tmp_path: Path) ->
     for step in (1, 2):
         metrics = learner.update(make_scored(base, config, step)).metrics
         assert metrics["update/kl"] == pytest.approx(0.0, abs=1e-6)  # after step 1 it was made anew
-        adapters = by_name(nnx.state(reference, nnx.LoRAParam))
+        adapters = by_name(nnx.state(reference.model, nnx.LoRAParam))
         for name, leaf in learner._updater.trained.items():
             np.testing.assert_array_equal(np.asarray(adapters[name]), np.asarray(leaf))
             assert adapters[name] is not leaf

@@ -99,6 +99,15 @@ def test_alone_behind_a_gate_and_in_a_class(reward_file: MakeFile) -> None:
     assert scores.by_name["Late"].tolist() == [0.0, 2.0]
 
 
+def test_completion_rewards_of_weight_0_beside_it_leave_every_total_0(reward_file: MakeFile) -> None:
+    """They are only watched: rows are scored by their tokens alone."""
+    path = reward_file(REWARDS)
+    scores = scored(two(), spec(path, "another", workers=0), spec(path, "size", weight=0.0, workers=0))
+    assert scores.total.tolist() == [0.0, 0.0]
+    assert scores.by_name["size"].tolist() == [3.0, 2.0]
+    assert scores.figures["rewards/unscored"].value == 0
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

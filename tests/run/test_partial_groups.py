@@ -248,7 +248,7 @@ def test_a_continued_step_that_was_sampled_ahead_has_the_figures_of_its_sampling
 
 @pytest.mark.slow
 def test_a_group_is_finished_after_so_many_steps(files: Path, tmp_path: Path) -> None:
-    config = carrying(files, tmp_path / "run", rollout={"carry_steps": 1})
+    config = carrying(files, tmp_path / "run", rollout={"partial_steps": 1})
     train(config)
     assert all(line["partial/rows_age_2_up"] == 0.0 for line in lines(tmp_path / "run"))
 

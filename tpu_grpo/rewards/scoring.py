@@ -273,11 +273,11 @@ def add_up(rewards: RewardSet, results: Mapping[str, RewardResult], table: Table
     token_rewards, per_token = rewards.token_rewards, list[TokenValues]()
     if token_rewards:
         per_token = [np.zeros(len(ids)) for ids in table.columns["completion_ids"]]
+    rewarded = {name: weights[name] != 0.0 or not any(weights.values()) for name in results}
     for name, result in results.items():  # in a fixed order: the same bits on every host
-        rewarded = weights[name] != 0.0 or not any(weights.values())
         skipped_B |= result.skipped
         if name in token_rewards:
-            any_B |= ~np.isnan(result.values) & rewarded
+            any_B |= ~np.isnan(result.values) & rewarded[name]
             for row, values_T in enumerate(result.of_tokens):
                 if len(values_T):
                     per_token[row] += weights[name] * values_T
@@ -285,11 +285,11 @@ def add_up(rewards: RewardSet, results: Mapping[str, RewardResult], table: Table
         for row, failure in table.failures.items():
             result.values[row] = np.nan if failure.reward is None else failure.reward
         applies_B = ~np.isnan(result.values)
-        any_B |= applies_B & rewarded
+        any_B |= applies_B & rewarded[name]
         total_B += np.where(applies_B, weights[name] * result.values, 0.0)
-        scored_B |= applies_B & rewarded
-    if not set(results) - set(token_rewards):
-        scored_B[:] = True  # there are only per-token rewards, or none: all totals are 0
+        scored_B |= applies_B & rewarded[name]
+    if not any(rewarded[name] for name in set(results) - set(token_rewards)):
+        scored_B[:] = True  # only per-token rewards have a weight, or there are none: all totals are 0
     any_B |= not results
     for row, failure in table.failures.items():
         total_B[row], scored_B[row] = failure.reward or 0.0, failure.reward is not None
