@@ -99,7 +99,7 @@ def compiled(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> tuple[Calla
     return program, program.memory_analysis().temp_size_in_bytes
 
 
-def compile_moves(group: Sequence[LeafMove], hosts: Hosts, compiler: Compiler = compiled) -> tuple[Program, int]:
+def compile_moves(group: Sequence[LeafMove], hosts: Hosts, compiler: Compiler) -> tuple[Program, int]:
     """Compile the program that moves a group of leaves, between meshes on the same devices or on disjoint ones.
 
     Returns the program, and the bytes per device that it needs in addition to its arguments and results (the maximum
